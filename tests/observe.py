@@ -55,7 +55,7 @@ all_digits = data._digits
 CHANGES: list[tuple[Any, str, Any]] = [
     (data, "_digits", some_digits),
     (options, "ONLY_FOR", {**options.ONLY_FOR, "num_samples": ("digits", "synthetic")}),
-    (models, "OWN_MODELS", {**models.OWN_MODELS, "norm": NormNet}),
+    (models, "BUILT_IN_MODELS", {**models.BUILT_IN_MODELS, "norm": NormNet}),
     (models, "MIN_IMAGE_SIZE", {**models.MIN_IMAGE_SIZE, "norm": 2}),
 ]
 """Objects, names of their attributes, and the values that these have in the tests."""

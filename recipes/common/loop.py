@@ -22,7 +22,7 @@ from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models.models import build_model
 from recipes.common.optim import autocast, learning_rate, optimizer_step, set_learning_rate
-from recipes.common.options import Options, check_batch, is_reference
+from recipes.common.options import Options, check_batch, is_user_code
 from recipes.common.process.signals import FAIL, GO, STOP, Stop, vote_interval
 from recipes.common.record.record import Record, open_run
 from recipes.common.seeding import choose_kernels, seed_step
@@ -172,7 +172,7 @@ def print_warnings(job: Job) -> None:
         from recipes.common.models import dropout
 
         texts.append(dropout.warning(job.model))
-        job.checks_draws = is_reference(job.args.model) and not texts[-1]
+        job.checks_draws = is_user_code(job.args.model) and not texts[-1]
     for text in filter(None, texts):
         job.say(text)
 

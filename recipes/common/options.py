@@ -22,16 +22,16 @@ from recipes.common.errors import UserError, nearest, nearest_option
 DATA = ("digits", "fashion-mnist", "cifar10", "imagefolder", "shards", "synthetic", "text")
 TASKS = ("auto", "classification", "language-model")
 
-OWN = "your own"
+USER_CODE = "your own"
 ONLY_FOR = {
     "cache_dir": ("shards",),
-    "download": ("fashion-mnist", "cifar10", OWN),
-    "image_size": ("imagefolder", "shards", "synthetic", OWN),
-    "num_samples": ("synthetic", OWN),
+    "download": ("fashion-mnist", "cifar10", USER_CODE),
+    "image_size": ("imagefolder", "shards", "synthetic", USER_CODE),
+    "num_samples": ("synthetic", USER_CODE),
     "decode": ("imagefolder", "shards"),
     "shuffle_block": ("shards",),
-    "skip_bad_images": ("imagefolder", "shards", OWN),
-    "seq_len": ("text", OWN),
+    "skip_bad_images": ("imagefolder", "shards", USER_CODE),
+    "seq_len": ("text", USER_CODE),
 }
 """The values of --data to which an option applies; other options apply to all."""
 
@@ -146,7 +146,7 @@ def one_of(*words: str) -> Callable[[str], str]:
     return parse_value
 
 
-def is_reference(text: str) -> bool:
+def is_user_code(text: str) -> bool:
     """Return whether an option names the user's own code: package.module:function."""
     return re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", text) is not None
 
@@ -166,13 +166,13 @@ def path_or_url(text: str) -> Path:
 
 def applies(name: str, data: str) -> bool:
     """Return whether the option of this name, with underscores, has a meaning with this value of --data."""
-    return name not in ONLY_FOR or (OWN if is_reference(data) else data) in ONLY_FOR[name]
+    return name not in ONLY_FOR or (USER_CODE if is_user_code(data) else data) in ONLY_FOR[name]
 
 
 def one_of_or_own(*words: str) -> Callable[[str], str]:
     """Return a type for argparse: one of the words, or package.module:function."""
     parse_value = one_of(*words, "package.module:function")
-    return lambda text: text if is_reference(text) else parse_value(text)
+    return lambda text: text if is_user_code(text) else parse_value(text)
 
 
 def plain_name(text: str) -> str:
@@ -365,7 +365,7 @@ class Options(TrainingOptions):
             value = getattr(self, name)
             if value != getattr(Options, name) and not applies(name, self.data):
                 words = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-                known = " and ".join(source for source in sources if source != OWN)
+                known = " and ".join(source for source in sources if source != USER_CODE)
                 raise UserError(f"{words} is for --data {known}; drop it")
         if self.cache_dir and not is_remote:
             raise UserError(f"--cache-dir {self.cache_dir} is for --data shards on a server; drop it")
@@ -400,9 +400,9 @@ class Options(TrainingOptions):
         """Raise UserError if the recipe cannot share out its work among so many processes."""
 
     @property
-    def has_own_code(self) -> bool:
+    def has_user_code(self) -> bool:
         """Whether --data, --model or --task names the user's own code."""
-        return any(map(is_reference, (self.data, self.model, self.task)))
+        return any(map(is_user_code, (self.data, self.model, self.task)))
 
     @property
     def takes_sparse_gradients(self) -> bool:
@@ -450,7 +450,7 @@ def parse(kind: type[T], recipe: str, doc: str | None, argv: Sequence[str] | Non
 
         words = [*words_of_config(config, parser.flags()), *words]
         found = parser.parse_words(words)
-    if is_reference(getattr(found, "model", "")):
+    if is_user_code(getattr(found, "model", "")):
         parser.set_defaults(channels_last=False)  # your code may need torch's own layout, as tensor.view() does
         found = parser.parse_words(words)
     if getattr(found, "data", None) == "text":

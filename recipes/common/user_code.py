@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.common.errors import UserError, nearest
-from recipes.common.options import Options, is_reference
+from recipes.common.options import Options, is_user_code
 from recipes.common.task import Task
 
 
@@ -23,7 +23,7 @@ def digests(args: Options) -> dict[str, str]:
     """Return a digest of each module that the options name: all ranks have to run the same code."""
     found = {}
     for flag, text in (("--data", args.data), ("--model", args.model), ("--task", args.task)):
-        if is_reference(text):
+        if is_user_code(text):
             load(flag, text)
             module = text.split(":")[0]
             path = getattr(sys.modules[module], "__file__", None)
@@ -67,7 +67,7 @@ def call(what: str, function: Callable[..., Any], *values: Any) -> Any:
         raise refusal(f"{what} failed", error) from error
 
 
-def build_own_task(args: Options) -> Task:
+def build_user_task(args: Options) -> Task:
     """Return the task that --task names; raises UserError if it is not a Task."""
     task = call(f"--task {args.task}", load("--task", args.task))
     if not isinstance(task, Task):

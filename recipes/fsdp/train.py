@@ -32,7 +32,7 @@ from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_checked_data, train_epochs
 from recipes.common.models.batchnorm import check_parts, plain_layers, set_groups
 from recipes.common.models.models import build_model, make_model
-from recipes.common.models.own import check_fit
+from recipes.common.models.user_model import check_fit
 from recipes.common.optim import AMP_DTYPES, build_optimizer, build_scaler
 from recipes.common.options import Options, option, parse, positive_int, switch
 from recipes.common.parallel.buckets import FIX_MISSING, Named, missing_gradients, trained
@@ -111,7 +111,7 @@ def build(args: FSDPOptions, data: Data, world: World) -> tuple[nn.Module, Shard
     count = world.world_size // args.replicas
     try:
         model, shards = build_shards(lambda: make_model(contiguous, data), world.rank % count, count)
-        if args.has_own_code:
+        if args.has_user_code:
             check_fit(copy.deepcopy(model).to("meta"), args, data)
         return model, shards
     except Exception as error:  # missing values cause any; build_model() raises the model's own errors again

@@ -25,7 +25,7 @@ from recipes.common.models.batchnorm import check_groups, check_parts, group_bat
 from recipes.common.models.models import build_model
 from recipes.common.nonfinite import NonFiniteError
 from recipes.common.optim import autocast, build_optimizer, build_scaler
-from recipes.common.options import is_reference, parse
+from recipes.common.options import is_user_code, parse
 from recipes.common.process.entry import run_main
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
@@ -48,8 +48,8 @@ def options(argv: Sequence[str] | None = None) -> PipelineOptions:
 def build_sequence(args: PipelineOptions, data: Data, device: torch.device) -> nn.Module:
     """Return --model on the CPU; raises UserError as build_model(), or if it is more than a sequence of layers."""
     model = build_model(args, data, device)
-    if is_reference(args.model):
-        from recipes.common.models.own import check_on, check_sequence
+    if is_user_code(args.model):
+        from recipes.common.models.user_model import check_on, check_sequence
 
         check_on(device, check_sequence, model, args, data)
     return model

@@ -29,7 +29,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from recipes.common.checkpoint.shard_files import Box
 from recipes.common.errors import UserError
 from recipes.common.models.gpt import GPT, Attention
-from recipes.common.models.models import GPTS, OWN_MODELS, LeNet
+from recipes.common.models.models import BUILT_IN_MODELS, GPTS, LeNet
 from recipes.common.models.vit import VisionTransformer
 from recipes.common.parallel.sharding import map_states
 from recipes.common.world.tree import Slot
@@ -73,7 +73,7 @@ def parallelize(
     if ranks == 1:
         return set()
     if type(model) not in PLANS:
-        known = ", ".join([*OWN_MODELS, *GPTS])
+        known = ", ".join([*BUILT_IN_MODELS, *GPTS])
         raise UserError(f"--model {name}: it has no plan of what to split; use {known}, or --tensor-parallel 1")
     layers = dict(PLANS[type(model)])
     if sequence:

@@ -10,7 +10,7 @@ from recipes.common.data import Data, TensorSplit
 from recipes.common.errors import UserError
 from recipes.common.models.layers import layers
 from recipes.common.models.models import build_model
-from recipes.common.models.own import check_sequence
+from recipes.common.models.user_model import check_sequence
 from recipes.common.optim import build_optimizer
 from recipes.common.options import Options, parse
 from recipes.common.restore import load_optimizer_state

@@ -254,9 +254,9 @@ OF_OPTIONS = tuple(
     for name in (
         *("common.config_file", "common.language", "common.restore", "common.sample", "common.skipping"),
         *("common.user_code", "common.checkpoint.reading", "common.checkpoint.shard_files", "common.data.cache"),
-        *("common.data.imagefolder", "common.data.own", "common.data.shards", "common.data.text"),
+        *("common.data.imagefolder", "common.data.user_data", "common.data.shards", "common.data.text"),
         *("common.data.synthetic", "common.data.torchvision_data", "common.data.workers"),
-        *("common.models.batchnorm", "common.models.gpt", "common.models.layers", "common.models.own"),
+        *("common.models.batchnorm", "common.models.gpt", "common.models.layers", "common.models.user_model"),
         *("common.models.torchvision_models", "common.models.vit", "common.parallel.mesh"),
         *("common.process.rendezvous_errors", "common.record.bar", "common.record.earlier"),
         *("common.record.resume", "common.world.transport", "common.world.tree"),

@@ -15,7 +15,7 @@ from recipes.common import user_code
 from recipes.common.data import load_data
 from recipes.common.errors import UserError
 from recipes.common.models.models import build_model
-from recipes.common.models.own import check_on, check_sparse
+from recipes.common.models.user_model import check_on, check_sparse
 from recipes.common.sample import make_sample
 from recipes.common.world.peers import Peers
 from recipes.single.train import options

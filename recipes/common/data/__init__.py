@@ -17,7 +17,7 @@ from torch import Tensor
 
 from recipes.common.data.splits import EVAL_BATCH_SIZE, Batch, Data, RawSplits, Spec, Split, TensorSplit
 from recipes.common.errors import UserError
-from recipes.common.options import Options, is_reference, url_of
+from recipes.common.options import Options, is_user_code, url_of
 from recipes.common.task import Classification, Task
 
 __all__ = ["EVAL_BATCH_SIZE", "Batch", "Data", "Spec", "Split", "TensorSplit", "load_data"]
@@ -84,10 +84,10 @@ def _load(args: Options, device: torch.device, on_bad_image: Callable[[UserError
         from recipes.common.data.text import load_text
 
         return load_text(args, device)
-    if is_reference(args.data):
-        from recipes.common.data.own import load_own_data
+    if is_user_code(args.data):
+        from recipes.common.data.user_data import load_user_data
 
-        return load_own_data(args, device, on_bad_image)
+        return load_user_data(args, device, on_bad_image)
     (train_images, train_labels), (test_images, test_labels) = _load_images(args)
     pixels = train_images.transpose(0, 1).flatten(1).float()
     mean, std = pixels.mean(dim=1), pixels.std(dim=1).clamp(min=1e-6)
@@ -142,12 +142,12 @@ def build_task(args: Options, kind: str, shape: Sequence[int]) -> Task:
 
     Raises UserError if the task does not fit the data, or is not a Task.
     """
-    if args.label_smoothing and (is_reference(args.task) or kind != "class"):
+    if args.label_smoothing and (is_user_code(args.task) or kind != "class"):
         raise UserError(f"--label-smoothing {args.label_smoothing} is for --task classification; drop it")
-    if is_reference(args.task):
-        from recipes.common.user_code import build_own_task
+    if is_user_code(args.task):
+        from recipes.common.user_code import build_user_task
 
-        return build_own_task(args)
+        return build_user_task(args)
     if kind == "values" and args.task == "auto":
         fix = "add --task package.module:Class (docs/your-model.md)"
         raise UserError(f"--data {args.data}: no built-in task takes values; {fix}")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from recipes.common.data import Data
 from recipes.common.errors import UserError
-from recipes.common.options import Options, is_reference
+from recipes.common.options import Options, is_user_code
 from recipes.common.seeding import seed_all
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def _vit(channels: int, image_size: int, num_classes: int) -> nn.Module:
     return VisionTransformer(channels, image_size, num_classes)
 
 
-OWN_MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {"lenet": LeNet, "vit-tiny": _vit}
+BUILT_IN_MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {"lenet": LeNet, "vit-tiny": _vit}
 MIN_IMAGE_SIZE = {"lenet": 8, "vit-tiny": 2}
 GPTS = {
     "gpt-tiny": {"width": 64, "depth": 4, "heads": 4},  # 0.2 M parameters
@@ -80,8 +80,8 @@ def build_model(args: Options, data: Data, device: torch.device = CPU) -> nn.Mod
     data, or the user's code does not fit together.
     """
     model = make_model(args, data)
-    if args.has_own_code:
-        from recipes.common.models.own import check_fit, check_on
+    if args.has_user_code:
+        from recipes.common.models.user_model import check_fit, check_on
 
         check_on(device, check_fit, model, args, data)
     if args.channels_last:
@@ -90,8 +90,8 @@ def build_model(args: Options, data: Data, device: torch.device = CPU) -> nn.Mod
         for tensor in [*model.parameters(), *model.buffers()]:
             if tensor.ndim == 4:
                 tensor.data = tensor.data.to(memory_format=torch.channels_last)
-        if is_reference(args.model):
-            from recipes.common.models.own import check_channels_last, check_on
+        if is_user_code(args.model):
+            from recipes.common.models.user_model import check_channels_last, check_on
 
             check_on(device, check_channels_last, model, args, data)
     return model
@@ -102,10 +102,10 @@ def make_model(args: Options, data: Data) -> nn.Module:
     torch.manual_seed(args.seed)  # GPUs, too
     seed_all(args.seed)
     has_tokens = data.kind in ("tokens", "bytes")
-    if is_reference(args.model):
-        from recipes.common.models.own import build_own_model
+    if is_user_code(args.model):
+        from recipes.common.models.user_model import build_user_model
 
-        model: nn.Module = build_own_model(args, data)
+        model: nn.Module = build_user_model(args, data)
     elif args.model in GPTS:
         if not has_tokens:
             raise UserError(f"--model {args.model} takes tokens, and --data {args.data} has none; use --data text")
@@ -121,10 +121,10 @@ def make_model(args: Options, data: Data) -> nn.Module:
 
 
 def _image_model(args: Options, data: Data) -> nn.Module:
-    if args.model not in OWN_MODELS:
+    if args.model not in BUILT_IN_MODELS:
         from recipes.common.models.torchvision_models import build_torchvision_model
 
-        return build_torchvision_model(args.model, [*OWN_MODELS, *GPTS], data)
+        return build_torchvision_model(args.model, [*BUILT_IN_MODELS, *GPTS], data)
     if data.image_size < (least := MIN_IMAGE_SIZE[args.model]):
         raise UserError(f"--model {args.model} needs images of {least} pixels and more, got {data.image_size}")
-    return OWN_MODELS[args.model](data.channels, data.image_size, data.num_classes or 0)
+    return BUILT_IN_MODELS[args.model](data.channels, data.image_size, data.num_classes or 0)

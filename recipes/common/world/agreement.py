@@ -132,7 +132,7 @@ def training_facts(args: Options, recipe: str) -> dict[str, str]:
     folders = {"common", recipe, *(["ddp"] if recipe == "spawn" else [])}  # spawn's ranks are ddp's
     for path in sorted(path for folder in folders for path in (root / folder).rglob("*.py")):
         facts[f"recipes/{path.relative_to(root)}"] = f"code with digest {zlib.crc32(path.read_bytes()):08x}"
-    if args.has_own_code:
+    if args.has_user_code:
         from recipes.common.user_code import digests
 
         facts.update(digests(args))

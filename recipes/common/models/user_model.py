@@ -20,7 +20,7 @@ from recipes.common.task import in_float
 from recipes.common.user_code import add_derived, call, load, name_of, refusal
 
 
-def build_own_model(args: Options, data: Data) -> nn.Module:
+def build_user_model(args: Options, data: Data) -> nn.Module:
     """Return the model that the user's function builds for the data: see Data.
 
     Raises UserError if the function fails or returns no nn.Module.

@@ -105,7 +105,7 @@ class SeededSamples(Dataset[Any]):
         return f"{len(self)} samples with digest {digest(*values):08x}"
 
 
-def load_own_data(args: Options, device: torch.device, on_fault: Callable[[UserError], None]) -> Data:
+def load_user_data(args: Options, device: torch.device, on_fault: Callable[[UserError], None]) -> Data:
     """Return the data set of the user's function; `on_fault` gets the error of a sample that does not load later.
 
     The function takes no arguments and returns a dict: "train" and "test", each a pair of tensors or arrays
