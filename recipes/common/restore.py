@@ -26,7 +26,7 @@ def restore(job: Job, content: dict[str, Any]) -> None:
     if content["scaler"]:
         job.scaler.load_state_dict(content["scaler"])
     job.position = position_of(content, job.steps_per_epoch, job.total_steps)
-    if text := changes_of(content.get("data", {}), job.data.fingerprints):
+    if text := data_change_warning(content.get("data", {}), job.data.fingerprints):
         job.say(text)
     job.throughput.add_earlier(**content.get("timed", {}))
     job.guard.skipped = content.get("skipped_steps", 0)
@@ -83,7 +83,7 @@ def position_of(content: dict[str, Any], steps_per_epoch: int, total_steps: int)
     return position
 
 
-def changes_of(before: dict[str, str], now: dict[str, str]) -> str:
+def data_change_warning(before: dict[str, str], now: dict[str, str]) -> str:
     """Return a warning if the data differ from the checkpoint's, else ""; old versions did not record the data."""
     changed = [
         f"{half} is {now[half]} (was {text})" for half, text in before.items() if now.get(half, text) != text

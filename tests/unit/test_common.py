@@ -40,7 +40,7 @@ from recipes.common.optim import build_optimizer, build_scaler, learning_rate
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import FAIL, GO, STOP, Stop, vote_interval
 from recipes.common.record import facts
-from recipes.common.record.earlier import rename_report
+from recipes.common.record.earlier_launches import rename_report
 from recipes.common.record.facts import hardware, versions
 from recipes.common.record.record import open_run
 from recipes.common.restore import restore

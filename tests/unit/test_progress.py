@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from recipes.common.errors import UserError
-from recipes.common.record.bar import Bar
 from recipes.common.record.progress import Progress
+from recipes.common.record.progress_bar import ProgressBar
 from recipes.common.record.record import start_progress
 from tests.support import run_command, words_for
 
@@ -23,7 +23,7 @@ def test_one_bar_counts_the_steps_of_the_whole_run(monkeypatch):
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, terminal)
     progress = start_progress()
-    assert isinstance(progress, Bar)
+    assert isinstance(progress, ProgressBar)
     progress.begin_epoch(2, 10, 4, run_steps=40, run_done=14)
     progress.show("loss 1.0000  5 samples/s")
     for _ in range(6):

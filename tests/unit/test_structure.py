@@ -258,7 +258,7 @@ OF_OPTIONS = tuple(
         *("common.data.synthetic", "common.data.torchvision_data", "common.data.workers"),
         *("common.models.batchnorm", "common.models.gpt", "common.models.layers", "common.models.user_model"),
         *("common.models.torchvision_models", "common.models.vit", "common.parallel.mesh"),
-        *("common.process.rendezvous_errors", "common.record.bar", "common.record.earlier"),
+        *("common.process.rendezvous_errors", "common.record.progress_bar", "common.record.earlier_launches"),
         *("common.record.resume", "common.world.transport", "common.world.tree"),
         *("ddp.compression", "ddp.zero"),
     )

@@ -1,4 +1,4 @@
-"""What rank 0 shows without a terminal: plain lines (bar.py: with one)."""
+"""What rank 0 shows without a terminal: plain lines (progress_bar.py: with one)."""
 
 from __future__ import annotations
 

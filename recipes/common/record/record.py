@@ -145,10 +145,10 @@ class Record:
         config: dict[str, Any] = {}
         kept: list[dict[str, Any]] = []
         if self.replaces or not self.is_new:
-            from recipes.common.record import earlier
+            from recipes.common.record import earlier_launches
         if not self.is_new:
             with as_user_error("read", self.folder):
-                self._earlier_result = earlier.read_result(self.folder, step) if is_complete else None
+                self._earlier_result = earlier_launches.read_result(self.folder, step) if is_complete else None
         if self._earlier_result:
             self.progress.say(f"run {self.folder} is complete: nothing to train")
             return
@@ -158,13 +158,13 @@ class Record:
             raise UserError(f"{self.checkpoint} is at step {step}, beyond {asked}")
         if self.replaces:
             with as_user_error("write", self.folder):
-                earlier.remove_record(self.folder, LAUNCHER_LOGS)
+                earlier_launches.remove_record(self.folder, LAUNCHER_LOGS)
         elif not self.is_new:
             with as_user_error("read", self.folder):
-                config, kept = earlier.read_record(self.folder, step)
+                config, kept = earlier_launches.read_record(self.folder, step)
         with as_user_error("write", self.folder):
             if not self.is_new:
-                earlier.rename_report(self.folder)
+                earlier_launches.rename_report(self.folder)
             self._write_launch(config, step, kept)
         self._say_launch(config, step)
 
@@ -184,7 +184,7 @@ class Record:
         try:
             if self._config.read_text(errors="replace") == self._written:
                 return  # without parsing a file that grows with every launch
-            from recipes.common.record.earlier import read_config
+            from recipes.common.record.earlier_launches import read_config
 
             last = read_config(self._config)["launches"][-1]
         except FileNotFoundError:
@@ -240,10 +240,10 @@ class Record:
         elif not self.is_new:
             say("no checkpoint yet: starting from step 0")
         if config:
-            from recipes.common.record.earlier import changes_of
+            from recipes.common.record.earlier_launches import changed_options
 
             before = {**config, **config["launches"][-1]}["options"]
-            if changes := changes_of(before, _plain_options(self.args)):
+            if changes := changed_options(before, _plain_options(self.args)):
                 say(f"options that differ from the last launch (defaults if not given): {', '.join(changes)}")
 
     def log_step(self, **values: float) -> None:
@@ -327,9 +327,9 @@ def start_progress() -> Progress:
     """Return a progress bar on a terminal, lines elsewhere."""
     if not (sys.stderr.isatty() and sys.stdout.isatty()):
         return Progress()
-    from recipes.common.record.bar import Bar
+    from recipes.common.record.progress_bar import ProgressBar
 
-    return Bar()
+    return ProgressBar()
 
 
 def _plain_options(args: Options) -> dict[str, Any]:

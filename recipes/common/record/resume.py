@@ -20,7 +20,7 @@ from recipes.common.checkpoint.reading import (
 from recipes.common.checkpoint.shard_files import read_whole
 from recipes.common.errors import UserError
 from recipes.common.options import Options
-from recipes.common.record.earlier import read_config
+from recipes.common.record.earlier_launches import read_config
 
 Content = dict[str, Any]
 

@@ -13,7 +13,7 @@ from recipes.common.checkpoint.checkpoint import names_in
 from recipes.common.errors import UserError
 
 NOT_COMPARED = ("config", "name", "overwrite", "resume", "runs_dir")
-"""Options that may change between the launches of a run: changes_of() does not report them."""
+"""Options that may change between the launches of a run: changed_options() does not report them."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def changes_of(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def changed_options(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return the options that both of two launches have, and set differently, with their values."""
 
     def text(value: Any) -> Any:

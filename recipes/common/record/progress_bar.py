@@ -10,7 +10,7 @@ from tqdm import tqdm
 from recipes.common.record.progress import Progress
 
 
-class Bar(Progress):
+class ProgressBar(Progress):
     """A progress bar below the lines."""
 
     _bar: Any = None
