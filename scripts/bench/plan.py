@@ -32,8 +32,8 @@ from scripts.bench.figures import Figure, median_and_range
 from scripts.bench.programs import TIMEOUT_S
 from scripts.lab.network import Network
 from scripts.launch.cores import count_cores
-from scripts.plan.model import Cluster, Compute, Gradient, Link, Method, Step, step
-from scripts.plan.workload import kind_of, look_at, timed_step
+from scripts.plan.cost_model import Cluster, Compute, Gradient, Link, Method, Step, step
+from scripts.plan.workload import count_workload, kind_of, timed_step
 
 NODES, MBIT = (1, 2, 4, 8), (100, 300, 1000)
 
@@ -77,7 +77,7 @@ def be_a_rank(folder: Path) -> None:
         (folder / "probe.json").write_text(json.dumps(figures))
     dist.barrier()
     dist.destroy_process_group()
-    buckets_s = look_at(options, kind).parameter_bytes / BUCKET_BYTES * figures.get("bucket_s", 0.0)
+    buckets_s = count_workload(options, kind).parameter_bytes / BUCKET_BYTES * figures.get("bucket_s", 0.0)
     step_s = max(figures.get("busy_step_s", 0.0), figures["forward_s"] + figures["backward_s"], buckets_s)
     steps = min(MOST, max(FEWEST, round(RUN_S / step_s)))
     # A new port: other ranks may connect before rank 0 has closed the first store.
@@ -164,7 +164,7 @@ def run_ranks(net: Network, nodes: int, mbit: int, folder: Path) -> None:
 def measure(rounds: int, folder: Path) -> list[Figure]:
     """Return a figure for the step time at each point, and one for the bytes at all points."""
     options = train.options(recipe_words(1, folder))
-    gradients = look_at(options, kind_of(options)).gradients
+    gradients = count_workload(options, kind_of(options)).gradients
     net = Network(max(NODES))
     points = [(1, 0), *itertools.product(NODES[1:], MBIT)]
     predicted: dict[tuple[int, int], list[Step]] = {point: [] for point in points}

@@ -33,7 +33,7 @@ from scripts.bench.programs import bare_step_ms, recipe_command
 from scripts.lab.network import Network
 from scripts.launch.cores import count_cores
 from scripts.launch.runs import read_metrics
-from scripts.plan.model import ring_bytes
+from scripts.plan.cost_model import ring_bytes
 
 RATE, RATE_BITS, BURST = "1gbit", 1e9, "256kb"
 PACKET, DATA = 1514, 1448

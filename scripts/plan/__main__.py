@@ -39,9 +39,9 @@ from recipes.common.options import (
 from recipes.common.world.places import place_of
 from scripts.launch.command import Column, CommandParser, check_recipe, command, next_folder, table
 from scripts.launch.recipe_options import read_option
-from scripts.plan import model
+from scripts.plan import cost_model
 from scripts.plan.fabrics import CONTROL_ALPHA_US, FABRICS, GPUS, INTRA, node_link
-from scripts.plan.workload import Kind, Workload, kind_of, look_at, measure_compute
+from scripts.plan.workload import Kind, Workload, count_workload, kind_of, measure_compute
 
 RECIPES = ("single", "ddp", "spawn", "apex", "horovod", "fsdp", "tensor")
 """Recipes whose gradient exchange the plan knows; spawn and apex exchange as ddp does."""
@@ -157,7 +157,7 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
     return args, options
 
 
-def check_layout(args: Namespace, method: model.Method, options: Options) -> None:
+def check_layout(args: Namespace, method: cost_model.Method, options: Options) -> None:
     """Raise UserError if the GPUs do not form replicas, or if the plan does not know an option."""
     size, gpus = method.tensor_parallel, args.gpus
     unknown = [f"--{name.replace('_', '-')}" for name in UNKNOWN if getattr(options, name, False)]
@@ -169,26 +169,30 @@ def check_layout(args: Namespace, method: model.Method, options: Options) -> Non
     )
 
 
-def cluster_of(args: Namespace, nodes: int) -> model.Cluster:
+def cluster_of(args: Namespace, nodes: int) -> cost_model.Cluster:
     """Return a cluster of this many nodes."""
-    link = node_link(args.fabric, args.gpus) if args.fabric else model.Link(0.0, 0.0)
+    link = node_link(args.fabric, args.gpus) if args.fabric else cost_model.Link(0.0, 0.0)
     alpha_s = link.alpha_s if args.alpha_us is None else args.alpha_us * 1e-6
     rate = args.gbit * 1e9 / 8 if args.gbit else link.bytes_per_s
-    return model.Cluster(nodes, args.gpus, model.Link(alpha_s, rate), INTRA[args.intra])
+    return cost_model.Cluster(nodes, args.gpus, cost_model.Link(alpha_s, rate), INTRA[args.intra])
 
 
-def method_of(args: Namespace, options: Options) -> model.Method:
+def method_of(args: Namespace, options: Options) -> cost_model.Method:
     """Return how the recipe exchanges gradients with its options."""
     is_half = getattr(options, "opt_level", "") in ("O2", "O3")  # apex: the model and its gradients
     compression = "fp16" if is_half else getattr(options, "compression", "none")
     known: dict[str, Any] = {"grad_compression": compression} | vars(args) | vars(options)
-    return model.Method(**{one.name: known[one.name] for one in fields(model.Method) if one.name in known})
+    return cost_model.Method(
+        **{one.name: known[one.name] for one in fields(cost_model.Method) if one.name in known}
+    )
 
 
-def compute_of(args: Namespace, options: Options, kind: Kind, workload: Workload) -> tuple[model.Compute, str]:
+def compute_of(
+    args: Namespace, options: Options, kind: Kind, workload: Workload
+) -> tuple[cost_model.Compute, str]:
     """Return a rank's computing time in a step of --local-batch-size, and where it is from, as text."""
     if args.compute_ms:
-        return model.split_compute(args.compute_ms / 1e3, args.fixed_ms / 1e3), "given by --compute-ms"
+        return cost_model.split_compute(args.compute_ms / 1e3, args.fixed_ms / 1e3), "given by --compute-ms"
     if args.measure:
         device = torch.device("cuda" if torch.cuda.is_available() and options.device != "cpu" else "cpu")
         compute = measure_compute(options, kind, args.local_batch_size, device)
@@ -200,11 +204,11 @@ def compute_of(args: Namespace, options: Options, kind: Kind, workload: Workload
     tflops = 1 / (share / peaks[options.amp] + (1 - share) / peaks["fp32"])
     seconds = workload.flops_per_sample * args.local_batch_size / (tflops * 1e12 * args.utilisation)
     peak = f"the {tflops:.4g} TFLOP/s of one {args.gpu_type.upper()}"
-    return model.split_compute(seconds), f"ESTIMATED: {args.utilisation:.0%} of {peak}; better measure it"
+    return cost_model.split_compute(seconds), f"ESTIMATED: {args.utilisation:.0%} of {peak}; better measure it"
 
 
 def plan_row(
-    nodes: int, args: Namespace, options: Options, kind: Kind, workload: Workload, compute: model.Compute
+    nodes: int, args: Namespace, options: Options, kind: Kind, workload: Workload, compute: cost_model.Compute
 ) -> Row:
     """Return the figures of one number of nodes; raises UserError if it does not fit the batch or data."""
     cluster, method = cluster_of(args, nodes), method_of(args, options)
@@ -230,7 +234,7 @@ def plan_row(
     method = replace(method, sums=workload.sums_bytes(method, local))
     passes = options.accumulate_steps
     own, even = (compute.scaled(size / args.local_batch_size, passes) for size in (local, global_batch / parts))
-    found = model.step(workload.gradients, own, cluster, method, control_s, input_s=max(decode_s, read_s))
+    found = cost_model.step(workload.gradients, own, cluster, method, control_s, input_s=max(decode_s, read_s))
     epoch_steps = kind.num_samples // global_batch
     steps = min(options.epochs * epoch_steps, options.max_steps or math.inf)
     failures = failure_figures(args, options, workload, cluster, found.step_s, epoch_steps * found.step_s)
@@ -250,13 +254,18 @@ def plan_row(
         "cost": hours * ranks * args.price,
         "memory_bytes": memory,
         "memory_sum_bytes": sum(memory.values()),
-        "sent_in_replica_bytes": model.ring_bytes(sum(method.sums), method.tensor_parallel),
-        "sent_to_replicas_bytes": model.ring_bytes(workload.parameter_bytes, parts) if method.sums else 0,
+        "sent_in_replica_bytes": cost_model.ring_bytes(sum(method.sums), method.tensor_parallel),
+        "sent_to_replicas_bytes": cost_model.ring_bytes(workload.parameter_bytes, parts) if method.sums else 0,
     }
 
 
 def failure_figures(
-    args: Namespace, options: Options, workload: Workload, cluster: model.Cluster, step_s: float, epoch_s: float
+    args: Namespace,
+    options: Options,
+    workload: Workload,
+    cluster: cost_model.Cluster,
+    step_s: float,
+    epoch_s: float,
 ) -> dict[str, float]:
     """Return the time and rank 0's memory that checkpoints take, and the useful share of time with failures."""
     method, is_sharded = method_of(args, options), options.sharded_checkpoints
@@ -269,7 +278,7 @@ def failure_figures(
     if method.zero:
         group, gathered, messages = cluster, workload.state_bytes(options), 2 * cluster.ranks
     gathered *= group.ranks > 1 and not is_sharded
-    once_s, more_s = (model.all_reduce(x, group, "ring", part=0.5).seconds for x in (gathered, 0))
+    once_s, more_s = (cost_model.all_reduce(x, group, "ring", part=0.5).seconds for x in (gathered, 0))
     gather_s = once_s + (messages - 1) * more_s if gathered else 0.0
     rate = args.checkpoint_gb_s * 1e9
     write_s = own * (group.gpus if is_sharded else 1) / rate  # nodes write in parallel
@@ -279,10 +288,10 @@ def failure_figures(
     # Rank 0 reads the checkpoint and broadcasts it. Of shards, each rank reads a share to check it, then its part.
     restore_s = 2 * write_s
     if not is_sharded:
-        restore_s = whole / rate + model.all_reduce(whole, cluster, "ring", part=0.5).seconds
+        restore_s = whole / rate + cost_model.all_reduce(whole, cluster, "ring", part=0.5).seconds
     mtbf_s = args.mtbf_gpu_hours * 3600 / cluster.ranks
     # The recipes also write one at the end of each epoch. Each one waits until the one before it is written.
-    due_s = options.checkpoint_every * step_s or max(model.daly_interval_s(cost_s, mtbf_s), later_s)
+    due_s = options.checkpoint_every * step_s or max(cost_model.daly_interval_s(cost_s, mtbf_s), later_s)
     interval_s = min(due_s, epoch_s)
     cost_s += max(0.0, later_s - interval_s)
     return {
@@ -294,7 +303,7 @@ def failure_figures(
         "checkpoint_write_s": write_s,
         "checkpoint_restore_s": restore_s,
         "interval_s": interval_s,
-        "useful_share": model.useful_share(interval_s, cost_s, mtbf_s, args.restart_s + later_s),
+        "useful_share": cost_model.useful_share(interval_s, cost_s, mtbf_s, args.restart_s + later_s),
     }
 
 
@@ -351,7 +360,7 @@ def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
     kind = kind_of(options, args.num_classes, args.samples)
     on_device = f"--images-per-s, --storage-gb-s: --data {options.data} lies on the device; drop them"
     refuse(((args.images_per_s or args.storage_gb_s) and not kind.sample_bytes, on_device))
-    workload = look_at(options, kind)
+    workload = count_workload(options, kind)
     whole = workload.whole or workload
     compute, source = compute_of(args, options, kind, workload)
     counts = sorted({2**i for i in range(args.nodes.bit_length())} | {args.nodes})

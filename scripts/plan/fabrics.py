@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scripts.plan.model import Link
+from scripts.plan.cost_model import Link
 
 TCP_SHARE = 1448 / 1538
 RDMA_SHARE = 0.9

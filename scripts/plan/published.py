@@ -17,8 +17,8 @@ import sys
 
 from recipes.common.errors import UserError
 from scripts.launch.command import Column, command, table
+from scripts.plan.cost_model import Cluster, all_reduce, split_compute
 from scripts.plan.fabrics import INTRA, node_link
-from scripts.plan.model import Cluster, all_reduce, split_compute
 
 RUNS = ((8, 408, 7150), (64, 50, 4910), (2528, 16, 2730))
 """Runs on nodes of 8 GPUs: number of GPUs, batch per GPU, and images/s per GPU."""

@@ -28,12 +28,16 @@ from recipes.common.seeding import choose_kernels
 from recipes.common.task import Classification
 from recipes.common.user_code import call
 from recipes.tensor.plans import parallelize
-from scripts.plan.model import BLOCK_BYTES, Compute, Gradient, Method
+from scripts.plan.cost_model import BLOCK_BYTES, Compute, Gradient, Method
 
 SAMPLES = 2
 """Samples of the counted pass: batch norm has no statistics in a batch of one."""
 
-KNOWN = {"digits": (1, 8, 10, 1437), "fashion-mnist": (1, 28, 10, 60_000), "cifar10": (3, 32, 10, 50_000)}
+DATA_SETS = {
+    "digits": (1, 8, 10, 1437),
+    "fashion-mnist": (1, 28, 10, 60_000),
+    "cifar10": (3, 32, 10, 50_000),
+}
 """Channels, image size, classes and training samples."""
 
 
@@ -53,7 +57,7 @@ def kind_of(args: Options, num_classes: int | None = None, samples: int | None =
         sample_bytes = data.input.zeros(1).nbytes if isinstance(data.train, LoadedSplit) else 0
         return Kind(data, samples or len(data.train), sample_bytes)
     count = args.num_samples if args.data == "synthetic" else 1_281_167
-    channels, image_size, classes, count = KNOWN.get(args.data, (3, args.image_size, min(1000, count), count))
+    channels, image_size, classes, count = DATA_SETS.get(args.data, (3, args.image_size, min(1000, count), count))
     sample_bytes = 110_000 if args.data in ("imagefolder", "shards") else 0  # about one image of ImageNet
     nothing = cast(Any, None)
     data = Data.of_images(nothing, nothing, channels, image_size, num_classes or classes)
@@ -130,7 +134,7 @@ class Workload:
         }
 
 
-class Sums(TorchDispatchMode):
+class AllReduceBytes(TorchDispatchMode):
     """Records the bytes of all-reduces in a pass, and makes only a rank's own part of split tensors count."""
 
     def __init__(self) -> None:
@@ -145,7 +149,7 @@ class Sums(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def look_at(args: Options, kind: Kind) -> Workload:
+def count_workload(args: Options, kind: Kind) -> Workload:
     """Return the workload of --model (for tensor, a rank's), from passes in which nothing is computed or sent.
 
     Raises UserError if the model rejects the inputs, or cannot be split over --tensor-parallel ranks.
@@ -185,7 +189,7 @@ def count_pass(model: nn.Module, data: Data) -> Workload:
     def note(parameter: Tensor) -> None:
         done[parameter] = counter.get_total_flops()
 
-    counter, sums = FlopCounterMode(display=False), Sums()
+    counter, sums = FlopCounterMode(display=False), AllReduceBytes()
     with contextlib.ExitStack() as stack:
         for parameter in trained:
             stack.enter_context(parameter.register_post_accumulate_grad_hook(note))

@@ -3,7 +3,7 @@
 import pytest
 
 from recipes.ddp import train
-from scripts.plan.workload import kind_of, look_at
+from scripts.plan.workload import count_workload, kind_of
 from tests import rehearsal
 
 pytestmark = pytest.mark.slow
@@ -14,7 +14,7 @@ def test_a_step_is_the_same_at_two_ranks_and_at_1024(words):
     few, many = rehearsal.rehearse_all([2, 1024], words)
     # One bucket holds all gradients: those of LeNet for images of three channels and 12 pixels.
     args = train.options(["--data", "synthetic", "--image-size", "12"])
-    gradients = look_at(args, kind_of(args, 1000, None)).parameter_bytes
+    gradients = count_workload(args, kind_of(args, 1000, None)).parameter_bytes
     assert many["step_kinds"] == [["allreduce", gradients // (2 if words else 1), 1]]
     assert few["step_kinds"] == many["step_kinds"]
     # Votes, 4 bytes, go around all ranks. In the last evaluation, a rank has 576 passes of two images with two

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from recipes.ddp.train import options
-from scripts.plan.model import Cluster, Compute, Link, Method, ring_bytes, step
-from scripts.plan.workload import kind_of, look_at
+from scripts.plan.cost_model import Cluster, Compute, Link, Method, ring_bytes, step
+from scripts.plan.workload import count_workload, kind_of
 from tests import wire_ranks
 from tests.conftest import need_namespaces
 from tests.support import run_command
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 def planned_bytes(*words):
     """Return the bytes that a node sends per step according to the plan."""
     args = options([*wire_ranks.WORDS, *words])
-    gradients = look_at(args, kind_of(args)).gradients
+    gradients = count_workload(args, kind_of(args)).gradients
     method = Method("ddp", device="cpu", grad_compression=args.grad_compression)
     return step(gradients, Compute(1.0, 2.0), Cluster(2, 1, Link(0.0, 1e9)), method).sent_bytes_per_node
 

@@ -18,8 +18,7 @@ from recipes.tensor.train import options as tensor_options
 from scripts.launch.command import ROOT, table
 from scripts.plan import __main__ as command
 from scripts.plan import published
-from scripts.plan.fabrics import INTRA, node_link
-from scripts.plan.model import (
+from scripts.plan.cost_model import (
     Cluster,
     Compute,
     Gradient,
@@ -34,7 +33,8 @@ from scripts.plan.model import (
     step,
     useful_share,
 )
-from scripts.plan.workload import count_pass, kind_of, look_at, timed_step
+from scripts.plan.fabrics import INTRA, node_link
+from scripts.plan.workload import count_pass, count_workload, kind_of, timed_step
 from tests.conftest import slow
 
 LINK, LOADED = Link(1e-3, 1e6), Link(1e-3, 1e5)
@@ -207,7 +207,7 @@ def test_a_rank_of_tensor_computes_its_part(ranks):
     """12 W^2 numbers in each of gpt-tiny's 4 blocks are split, and attention by heads; a block has 4 sums."""
     words = f"--data text --data-dir {ROOT}/docs --seq-len 16 --tensor-parallel {ranks}".split()
     args = tensor_options(words)
-    workload = look_at(args, kind_of(args))
+    workload = count_workload(args, kind_of(args))
     split, whole = 4 * 12 * 64**2, 4 * 4 * 64 + 2 * 64 + 256 * 64
     assert workload.parameters == split // ranks + whole
     attention = 4 * 2 * 2 * 16 * 64
@@ -304,7 +304,7 @@ def test_ranks_step_their_shards_of_the_optimizer():
     for words, ranks in ((("fsdp",), 2), (("ddp", "--zero"), 2), (("ddp",), 1)):
         args, options = command.parse_args([*words, "--data", "digits", "--gpus", "2", "--local-batch-size", "8"])
         kind = kind_of(options)
-        row = command.plan_row(1, args, options, kind, look_at(options, kind), Compute(1.0, 2.0, 0.5))
+        row = command.plan_row(1, args, options, kind, count_workload(options, kind), Compute(1.0, 2.0, 0.5))
         assert row["compute_s"] == pytest.approx(3.0 + 0.5 / ranks)
 
 
@@ -407,7 +407,7 @@ def test_a_hopeless_job_gets_nowhere():
 def looked_at(*words):
     args = train.options(list(words))
     kind = kind_of(args)
-    return args, kind, look_at(args, kind)
+    return args, kind, count_workload(args, kind)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from recipes.single.train import options
 from scripts.bench import overlap, programs, wire
 from scripts.bench.wire import IMAGE_SIZE, MODEL, PARAMETERS, Measured, Variant
 from scripts.lab.network import Network
-from scripts.plan.model import ring_bytes
+from scripts.plan.cost_model import ring_bytes
 
 
 def test_the_gradients_are_those_of_the_model():
