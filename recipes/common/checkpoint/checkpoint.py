@@ -166,11 +166,11 @@ class CheckpointFolder:
             if "shards" in content:
                 self._shards[identity_of(path)] = shards_of(content)
         except (OSError, RuntimeError, MemoryError) as error:
-            raise self.cannot_write(path, temporary, error) from error
+            raise self.write_error(path, temporary, error) from error
         self._remove_old()
         return path
 
-    def cannot_write(self, path: Path, temporary: Path | None, error: BaseException) -> UserError:
+    def write_error(self, path: Path, temporary: Path | None, error: BaseException) -> UserError:
         """Remove what a failed write has left behind; return the error, with the checkpoint to resume from."""
         try:
             if temporary:

@@ -93,7 +93,7 @@ def read_checkpoint(path: Path, check: ShardCheck | None = None) -> dict[str, An
         checking.result()  # first: a wrong checksum is the reason for whatever torch has raised
         content = loading.result()
     except (OSError, MemoryError, RuntimeError) as error:  # RuntimeError: torch's own allocator and reader
-        raise _cannot_read(path, error) from error
+        raise _read_error(path, error) from error
     except BadCheckpointError:
         if loading.exception() is None and is_weights_alone(loading.result()):
             raise BadCheckpointError("it holds only weights, as make export writes them, and no step") from None
@@ -135,7 +135,7 @@ def check_shards(path: Path, files: list[dict[str, Any]]) -> None:
         except FileNotFoundError:
             raise BadCheckpointError(f"its shard file {name} is missing") from None
         except OSError as error:
-            raise _cannot_read(error.filename, error) from error
+            raise _read_error(error.filename, error) from error
         if not is_whole or checksum != entry["crc32"]:
             raise BadCheckpointError(f"its shard file {name} is truncated or damaged (wrong checksum)")
 
@@ -143,7 +143,7 @@ def check_shards(path: Path, files: list[dict[str, Any]]) -> None:
         list(pool.map(check, files))
 
 
-def _cannot_read(path: Path, error: BaseException) -> UserError:
+def _read_error(path: Path, error: BaseException) -> UserError:
     return UserError(f"cannot read {path}: {reason_of(error)}; nothing was changed: fix this, then resume again")
 
 

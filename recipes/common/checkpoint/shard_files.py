@@ -144,7 +144,7 @@ def share_checks(action: Callable[[ShardCheck], T], peers: Peers, timeout_s: flo
     then for --timeout-s, `timeout_s`, as in wait_for_all().
     """
     if peers.rank:
-        help_rank_0(peers)
+        serve_checks(peers)
         return action(check_shards)
     tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
@@ -171,7 +171,7 @@ def share_checks(action: Callable[[ShardCheck], T], peers: Peers, timeout_s: flo
     return done.result()
 
 
-def help_rank_0(peers: Peers) -> None:
+def serve_checks(peers: Peers) -> None:
     """Check this rank's share of the files that rank 0 names, until its action is done."""
     task: tuple[()] | tuple[str, list[dict[str, Any]]] | None = ()
     while task is not None:
@@ -255,7 +255,7 @@ class ShardedFolder:
         try:
             entry = None if error else self._write_part(path, parts)
         except (OSError, RuntimeError, MemoryError) as failure:
-            error = self.folder.cannot_write(path, path, failure)
+            error = self.folder.write_error(path, path, failure)
         own: list[Any] = []
         map_tree(content, is_reference, lambda ref: own.append(ref["pieces"]))
         # Sharding: each rank sends its file's name and checksum, and a few bytes for each of its pieces. Rank 0
@@ -310,5 +310,5 @@ class ShardedFolder:
         except UserError as error:
             return error
         except OSError as error:
-            return self.folder.cannot_write(self.folder.folder, None, error)
+            return self.folder.write_error(self.folder.folder, None, error)
         return None
