@@ -179,7 +179,7 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
             loss.backward()
             gradients.finish()
         # Tensor: all ranks of a replica have its whole loss; each gives 1/N of it to the sum that is logged.
-        return sharding.whole(loss.detach()) / tp.size()
+        return sharding.gather_whole(loss.detach()) / tp.size()
 
     def predict(inputs: Tensor) -> Tensor | None:
         # Tensor: evaluation sums activations too; only the first rank of a replica counts its samples.

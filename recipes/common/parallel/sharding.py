@@ -35,13 +35,13 @@ def update(job: Job, check: Callable[[Sequence[Tensor]], bool]) -> None:
         some = gradients[:1] if job.args.on_nonfinite == "stop" else gradients  # as nonfinite.py does
         with job.peers.watch("gradients"):
             # Sharding: each rank knows the norm of its shards; sums their squares, 4 bytes a rank.
-            return check([whole(nn.utils.get_total_norm(some))])
+            return check([gather_whole(nn.utils.get_total_norm(some))])
 
     with job.peers.watch("gradients"):
         loop.update(job, check_norm)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_whole(tensor: Tensor) -> Tensor:
     """Return the whole of a tensor whose shards are spread over ranks; call it on all ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -53,7 +53,7 @@ def gather_state(job: Job) -> dict[str, Any] | None:
         if not isinstance(value, Tensor):
             return value
         # Sharding: all-gathers a tensor at a time, (N-1)/N of its bytes per rank; rank 0 keeps it in main memory.
-        tensor = whole(value.detach())
+        tensor = gather_whole(value.detach())
         return tensor.cpu() if job.peers.rank == 0 else tensor.new_empty(0)
 
     with job.peers.watch("checkpoint"):
