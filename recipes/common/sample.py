@@ -12,7 +12,7 @@ from recipes.common.user_code import refusal
 from recipes.common.world.agreement import wait_for_all
 from recipes.common.world.peers import Peers
 
-LONGEST = 10
+MAX_TIMEOUTS = 10
 """Times --timeout-s that a sample may take: on a CPU, 256 tokens of a large model need more than one."""
 
 
@@ -23,13 +23,15 @@ def make_sample(task: Task, model: nn.Module, peers: Peers, exchanges: bool, tim
     Otherwise rank 0 samples in a thread, and keeps the others from taking that for a hang.
     """
     if exchanges:
-        with peers.watch("sample", computes=True, timeouts=LONGEST):
+        with peers.watch("sample", computes=True, timeouts=MAX_TIMEOUTS):
             return sample_here(task, model, peers, exchanges)
     if peers.world_size == 1:
         return sample_here(task, model, peers, exchanges)
     pool = ThreadPoolExecutor(1)
     own = [pool.submit(sample_here, task, model, peers, exchanges)] if peers.rank == 0 else []
-    wait_for_all(lambda bound_s: not wait(own, bound_s).not_done, peers, timeout_s, LONGEST * timeout_s, "sample")
+    wait_for_all(
+        lambda bound_s: not wait(own, bound_s).not_done, peers, timeout_s, MAX_TIMEOUTS * timeout_s, "sample"
+    )
     return own[0].result() if own else ""
 
 

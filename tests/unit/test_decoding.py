@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 
 from recipes.common.data import gpu_decode, imagefolder, images, load_data
 from recipes.common.data.gpu_decode import BatchDecoder, PartDecoder, collate
-from recipes.common.data.imagefolder import ImageFolder, centre_crop, random_box, resize, whole
+from recipes.common.data.imagefolder import ImageFolder, centre_crop, random_box, resize, whole_box
 from recipes.common.data.images import BAD_IMAGE, Box, decode, find_part, read
 from recipes.common.data.workers import LoadedSplit
 from recipes.common.errors import UserError
@@ -131,7 +131,7 @@ def test_grey_of_16_bits_keeps_its_upper_8(tmp_path):
     values = np.linspace(0, 65535, 20, dtype=np.uint16).reshape(4, 5)
     for kind, high in (("png", 255), ("tiff", 255)):
         Image.fromarray(values).save(tmp_path / f"image.{kind}")
-        pixels = decode(read(str(tmp_path / f"image.{kind}")), imagefolder.whole)
+        pixels = decode(read(str(tmp_path / f"image.{kind}")), imagefolder.whole_box)
         assert np.array_equal(pixels.numpy(), np.repeat((values >> 8)[..., None], 3, axis=2))
         assert int(pixels.max()) == high
 
@@ -140,11 +140,11 @@ def test_grey_of_16_bits_keeps_its_upper_8(tmp_path):
 def test_values_of_32_bits_are_those_of_8_or_a_fault(tmp_path, kind):
     values = np.linspace(0, 255, 20).astype(kind).reshape(4, 5)
     Image.fromarray(values).save(tmp_path / "image.tiff")
-    pixels = decode(read(str(tmp_path / "image.tiff")), imagefolder.whole)
+    pixels = decode(read(str(tmp_path / "image.tiff")), imagefolder.whole_box)
     assert np.array_equal(pixels[..., 0].numpy(), values.astype(np.uint8))
     Image.fromarray(values * 2).save(tmp_path / "image.tiff")
     with pytest.raises(ValueError, match=r"its values of 32 bits are 0.* to 510.*, not 0 to 255"):
-        decode(read(str(tmp_path / "image.tiff")), imagefolder.whole)
+        decode(read(str(tmp_path / "image.tiff")), imagefolder.whole_box)
 
 
 @pytest.mark.usefixtures("decoder")
@@ -162,9 +162,9 @@ def test_what_is_no_image_is_a_fault(tmp_path):
     ):
         path.write_bytes(content)
         with pytest.raises(BAD_IMAGE):
-            decode(read(str(path)), whole)
+            decode(read(str(path)), whole_box)
     with pytest.raises(BAD_IMAGE):
-        decode(read(str(tmp_path / "none.jpg")), whole)
+        decode(read(str(tmp_path / "none.jpg")), whole_box)
 
 
 def test_no_image_is_run_as_a_program(tmp_path, monkeypatch):
@@ -174,13 +174,13 @@ def test_no_image_is_run_as_a_program(tmp_path, monkeypatch):
     (tmp_path / "gs").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     with pytest.raises(BAD_IMAGE):
-        decode(encoded(picture(), format="EPS"), whole)
+        decode(encoded(picture(), format="EPS"), whole_box)
     assert not (tmp_path / "has-run").exists()
 
 
 @pytest.mark.parametrize("kind", ["WEBP", "JPEG2000", "AVIF"])
 def test_other_formats_are_read_whatever_the_name_of_a_file(kind):
-    assert decode(encoded(picture(), format=kind), whole).shape == (HEIGHT, WIDTH, 3)
+    assert decode(encoded(picture(), format=kind), whole_box).shape == (HEIGHT, WIDTH, 3)
 
 
 @pytest.mark.usefixtures("decoder")
@@ -189,7 +189,7 @@ def test_an_image_of_too_many_pixels_is_a_fault(tmp_path, monkeypatch):
     path.write_bytes(KINDS["4:2:0"]())
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", WIDTH * HEIGHT // 3)
     with pytest.raises(Image.DecompressionBombError):
-        decode(read(str(path)), whole)
+        decode(read(str(path)), whole_box)
 
 
 class TestCrops:
@@ -319,7 +319,7 @@ class TestDecodeGpu:
             # Its size can be read, so that a worker sends it; its Huffman table is damaged.
             start, table = KINDS["4:2:0"]().split(b"\xff\xc4", 1)
             damaged = start + b"\xff\xc4" + table[:3] + b"\xff" * 16 + table[19:]
-            assert find_part(damaged, whole)
+            assert find_part(damaged, whole_box)
             (tmp_path / half / "a" / "90.jpg").write_bytes(damaged)
             (tmp_path / half / "a" / "91.jpg").write_bytes(b"no image")
         return tmp_path

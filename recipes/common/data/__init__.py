@@ -29,9 +29,9 @@ def find_for_all_ranks(args: Options) -> bytes:
     Raises UserError if the data are missing or malformed.
     """
     if args.data == "imagefolder":
-        from recipes.common.data.imagefolder import walk
+        from recipes.common.data.imagefolder import find_images
 
-        return walk(args.data_dir).to_bytes()
+        return find_images(args.data_dir).to_bytes()
     if args.data == "shards" and url_of(args.data_dir):
         from recipes.common.data.shards import read_index
 

@@ -41,7 +41,7 @@ MEAN = torch.tensor([0.485, 0.456, 0.406]) * 255
 STD = torch.tensor([0.229, 0.224, 0.225]) * 255
 """ImageNet's mean and standard deviation per channel, in units of the raw pixels."""
 
-LONGEST = 32
+MAX_ASPECT_RATIO = 32
 """Of an image with a longer side than this many times the shorter one, evaluation scales the middle only."""
 
 SCALE, RATIO, TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10
@@ -92,7 +92,7 @@ class Images(Dataset[Sample], ABC):
         seed = mix(self.seed, epoch, index)
 
         def choose(width: int, height: int) -> Box:
-            return random_box(width, height, random.Random(seed)) if self.train else whole(width, height)
+            return random_box(width, height, random.Random(seed)) if self.train else whole_box(width, height)
 
         is_flipped = self.train and bool(mix(seed) & 1)  # a bit of its own: the box takes any number of draws
         if self.encodes_later and (found := find_part(content, choose)):
@@ -154,7 +154,7 @@ def random_box(width: int, height: int, chance: random.Random) -> Box:
     return Box((width - w) // 2, (height - h) // 2, w, h)
 
 
-def whole(width: int, height: int) -> Box:
+def whole_box(width: int, height: int) -> Box:
     """Return the box of the whole image."""
     return Box(0, 0, width, height)
 
@@ -172,7 +172,7 @@ def resize(pixels: Tensor, height: int, width: int) -> Tensor:
 def centre_crop(pixels: Tensor, size: int) -> Tensor:
     """Return ImageNet's usual view for evaluation: scale the shorter side to 256/224 of size, crop the centre."""
     height, width = pixels.shape[:2]
-    if (longest := LONGEST * min(height, width)) < max(height, width):
+    if (longest := MAX_ASPECT_RATIO * min(height, width)) < max(height, width):
         # Of 1 x 4000 pixels, the scaled image would take 800 MB, and the crop needs one of these pixels.
         top, left = (height - min(height, longest)) // 2, (width - min(width, longest)) // 2
         pixels = pixels[top : top + longest, left : left + longest]
@@ -206,12 +206,12 @@ class Listing:
         return cls(**json.loads(content))
 
 
-def walk(folder: Path) -> Listing:
+def find_images(folder: Path) -> Listing:
     """Find all images below a folder.
 
     Raises UserError if a folder cannot be read, has no classes or images, or val has a class that train has not.
     """
-    state = _state(folder)
+    state = _folder_digest(folder)
     train, test = _scan(folder, "train"), _scan(folder, "val")
     if unknown := sorted(test.keys() - train.keys()):
         raise UserError(f"{folder / 'val'} has the class {unknown[0]!r}, which train does not have; remove it")
@@ -228,9 +228,9 @@ def check_listing(listing: Listing, folder: Path) -> None:
 
     Raises UserError with the first image that one of the two lacks.
     """
-    if _state(folder) == listing.state:
+    if _folder_digest(folder) == listing.state:
         return
-    own = walk(folder)
+    own = find_images(folder)
     for ours, theirs in ((own.train, listing.train), (own.test, listing.test)):
         here, there = dict(ours), dict(theirs)
         if path := min(here.keys() ^ there.keys(), default=""):
@@ -244,9 +244,9 @@ def load_imagefolder(
 ) -> Data:
     """Return the images below --data-dir; `found` is rank 0's Listing, empty unless it has walked for all ranks.
 
-    Raises UserError as walk() and check_listing().
+    Raises UserError as find_images() and check_listing().
     """
-    listing = Listing.from_bytes(found) if found else walk(args.data_dir)
+    listing = Listing.from_bytes(found) if found else find_images(args.data_dir)
     if found:
         check_listing(listing, args.data_dir)
     halves = [
@@ -282,11 +282,11 @@ def data_of(
     return Data.of_images(train, test, 3, args.image_size, num_classes)
 
 
-def _state(folder: Path) -> str:
+def _folder_digest(folder: Path) -> str:
     """Return a digest that is the same wherever the folder is mounted, until an image is added or removed."""
     state = hashlib.sha256()
     for name in ("train", "val"):
-        with contextlib.suppress(OSError):  # walk() says what is missing
+        with contextlib.suppress(OSError):  # find_images() says what is missing
             entries = [(entry.name, entry.stat()) for entry in os.scandir(folder / name) if entry.is_dir()]
             for entry, stat in sorted(entries, key=lambda item: item[0]):
                 state.update(os.fsencode(f"{name}/{entry} {stat.st_ino} {stat.st_mtime_ns}\n"))

@@ -29,10 +29,10 @@ READS_IN_FLIGHT = 32
 PART_BYTES = 2**20
 """A longer file is read in parts of this many bytes, several at once."""
 
-PAUSES = (0, 0, 1 / 4, 1)
+RETRY_PAUSES = (0, 0, 1 / 4, 1)
 """Pauses before the attempts at a read, in multiples of an attempt's time-out: in all 47 s by default."""
 
-AGAIN = (408, 429, 500, 502, 503, 504)
+RETRY_STATUSES = (408, 429, 500, 502, 503, 504)
 """HTTP statuses after which another attempt may succeed."""
 
 
@@ -79,7 +79,7 @@ class Store(ABC):
         return content
 
     def _try(self, action: Callable[[], Any]) -> Any:
-        for pause in PAUSES:
+        for pause in RETRY_PAUSES:
             if pause:  # sleep(0) would pass the core on
                 time.sleep(pause * self.attempt_s)
             try:
@@ -88,7 +88,7 @@ class Store(ABC):
                 raise
             except (OSError, http.client.HTTPException, ValueError, TypeError) as error:
                 reason = printable(getattr(error, "strerror", None) or str(error)) or type(error).__name__
-        raise OSError(errno.EIO, f"{reason}, {len(PAUSES)} times")
+        raise OSError(errno.EIO, f"{reason}, {len(RETRY_PAUSES)} times")
 
     def result(self, future: Future[Any]) -> Any:
         """Return the result of a read that begin() started; raises OSError, also after a time-out."""
@@ -155,7 +155,7 @@ class HttpStore(Store):
 def check_answer(response: http.client.HTTPResponse, start: int, end: int) -> int:
     """Return the file's size if a server's answer is this part of it; raises OSError if not."""
     answer = f"the server answered {response.status} {printable(response.reason)}"
-    if response.status in AGAIN:
+    if response.status in RETRY_STATUSES:
         raise OSError(errno.EIO, answer)
     if response.status != 206:
         hint = ": it does not support range requests" if response.status == 200 else ""

@@ -31,7 +31,7 @@ import torch
 from isal import isal_zlib
 
 from recipes.common.data.cache import Cache, open_cache
-from recipes.common.data.imagefolder import Images, data_of, walk
+from recipes.common.data.imagefolder import Images, data_of, find_images
 from recipes.common.data.images import read
 from recipes.common.data.remote import PART_BYTES, Store, begin, open_store, printable
 from recipes.common.data.splits import Data, digest
@@ -306,7 +306,7 @@ def pack(source: Path, folder: Path, shard_bytes: int) -> Iterator[tuple[str, in
         UserError: `source` is no image folder, an image is too large, or `folder` is not empty or cannot be made.
         OSError: an image cannot be read, or the disk is full.
     """
-    listing = walk(source)
+    listing = find_images(source)
     with as_user_error("create", folder):
         folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):

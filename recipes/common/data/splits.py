@@ -16,7 +16,7 @@ from recipes.common.task import Task
 EVAL_BATCH_SIZE = 256
 """Most samples of a pass of an evaluation; if a pass of training has fewer, it has as many: they fit in memory."""
 
-CACHED = 2**18
+CHUNK_VALUES = 2**18
 """Values that are normalised at a time on a CPU: as float32 they are 1 MB, which stays in its cache."""
 
 FINGERPRINT_PIXELS = 2**20
@@ -140,7 +140,7 @@ class Normalise:
         rows = pixels.flatten(2)
         result = torch.empty(rows.shape, device=pixels.device)
         # On a CPU, as much at a time as its cache holds.
-        at_once = CACHED // rows.shape[1:].numel() if pixels.device.type == "cpu" else len(rows)
+        at_once = CHUNK_VALUES // rows.shape[1:].numel() if pixels.device.type == "cpu" else len(rows)
         count = max(1, at_once)
         for some, place in zip(rows.split(count), result.split(count), strict=True):
             torch.addcmul(self.shift, some.float(), self.scale, out=place)
