@@ -24,14 +24,14 @@ def digests(args: Options) -> dict[str, str]:
     found = {}
     for flag, text in (("--data", args.data), ("--model", args.model), ("--task", args.task)):
         if is_user_code(text):
-            load(flag, text)
+            import_user_code(flag, text)
             module = text.split(":")[0]
             path = getattr(sys.modules[module], "__file__", None)
             found[module] = f"code with digest {zlib.crc32(Path(path).read_bytes()):08x}" if path else "no file"
     return found
 
 
-def load(flag: str, text: str) -> Callable[..., Any]:
+def import_user_code(flag: str, text: str) -> Callable[..., Any]:
     """Import the function or class that an option names.
 
     Raises UserError if the module cannot be imported, or has nothing callable of that name.
@@ -57,7 +57,7 @@ def load(flag: str, text: str) -> Callable[..., Any]:
     return found
 
 
-def call(what: str, function: Callable[..., Any], *values: Any) -> Any:
+def call_user_code(what: str, function: Callable[..., Any], *values: Any) -> Any:
     """Return the result of a user's function; raises UserError, with the line, if the function raises an error."""
     try:
         return function(*values)
@@ -69,7 +69,7 @@ def call(what: str, function: Callable[..., Any], *values: Any) -> Any:
 
 def build_user_task(args: Options) -> Task:
     """Return the task that --task names; raises UserError if it is not a Task."""
-    task = call(f"--task {args.task}", load("--task", args.task))
+    task = call_user_code(f"--task {args.task}", import_user_code("--task", args.task))
     if not isinstance(task, Task):
         fix = "give a subclass of recipes.common.task.Task, without arguments"
         raise UserError(f"--task {args.task} makes a {type(task).__name__}; {fix}")
@@ -82,7 +82,7 @@ def add_derived(means: dict[str, float], task: Task) -> dict[str, float]:
     Raises UserError if derive() fails or returns something else, or the task's headline is not among them.
     """
     what = f"--task {type(task).__name__}: derive()"
-    derived = call(what, task.derive, dict(means))
+    derived = call_user_code(what, task.derive, dict(means))
     if not isinstance(derived, dict):
         raise UserError(f"{what} returned {name_of(derived)}; return a dict of numbers")
     found = dict(means)

@@ -26,7 +26,7 @@ from recipes.common.optim import autocast, build_optimizer
 from recipes.common.options import Options, is_user_code
 from recipes.common.seeding import choose_kernels
 from recipes.common.task import Classification
-from recipes.common.user_code import call
+from recipes.common.user_code import call_user_code
 from recipes.tensor.plans import parallelize
 from scripts.plan.cost_model import BLOCK_BYTES, Compute, Gradient, Method
 
@@ -156,7 +156,7 @@ def count_workload(args: Options, kind: Kind) -> Workload:
     """
     with torch.device("meta"):
         model = make_model(args, kind.data).train()  # without build_model()'s samples: kind has none of images
-    whole = call(f"--model {args.model}, on tensors without data,", count_pass, model, kind.data)
+    whole = call_user_code(f"--model {args.model}, on tensors without data,", count_pass, model, kind.data)
     if (ranks := getattr(args, "tensor_parallel", 1)) == 1:
         return whole
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
@@ -261,7 +261,7 @@ def measure_compute(args: Options, kind: Kind, local_batch_size: int, device: to
         times: list[list[float]] = []
         do_step, end = timed_step(args, kind, samples, device), time.perf_counter() + 10
         while len(times) < 5 or (len(times) < 20 and time.perf_counter() < end):
-            times.append(call(f"--measure of {samples} samples", do_step))
+            times.append(call_user_code(f"--measure of {samples} samples", do_step))
         return Compute(*(median(values[2:]) for values in zip(*times, strict=True)))  # the first two warm up
 
     whole, less = measure(local_batch_size), local_batch_size // 2

@@ -18,7 +18,7 @@ from recipes.common.errors import UserError, nearest
 from recipes.common.options import Options
 from recipes.common.seeding import mix
 from recipes.common.task import SKIPPED
-from recipes.common.user_code import call, load, name_of, refusal
+from recipes.common.user_code import call_user_code, import_user_code, name_of, refusal
 
 KINDS = ("class", "tokens", "bytes", "values")
 """The kinds of targets; `values` need a --task of the user's."""
@@ -115,7 +115,7 @@ def load_user_data(args: Options, device: torch.device, on_fault: Callable[[User
     Raises UserError if it fails or returns something else.
     """
     what = f"--data {args.data}"
-    found = call(what, load("--data", args.data))
+    found = call_user_code(what, import_user_code("--data", args.data))
     fix = f'return {{"train": ..., "test": ..., "target": one of {", ".join(KINDS)}, "num_classes": N}}'
     if missing := [key for key in ("train", "test", "target") if not isinstance(found, dict) or key not in found]:
         raise UserError(f"{what} returned {name_of(found)} without {missing[0]!r}; {fix}")
@@ -161,7 +161,7 @@ def _are_tensors(samples: Any) -> bool:
 
 def _without_graph(what: str, samples: Any) -> Any:
     """Return a pair of tensors as _as_tensor() does, and anything else as it is; raises UserError."""
-    return [call(what, _as_tensor, tensor) for tensor in samples] if _are_tensors(samples) else samples
+    return [call_user_code(what, _as_tensor, tensor) for tensor in samples] if _are_tensors(samples) else samples
 
 
 def _as_tensor(value: Any) -> Tensor:
@@ -188,9 +188,9 @@ def _first_sample(what: str, samples: Any) -> Batch:
     if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
         fix = "give two tensors or arrays, or an object with len() and [i], such as a torch.utils.data.Dataset"
         raise UserError(f"{what} is {name_of(samples)}; {fix}")
-    if not call(f"{what}: len()", len, samples):
+    if not call_user_code(f"{what}: len()", len, samples):
         raise UserError(f"{what} is empty; give at least one sample")
-    sample = call(f"{what}[0]", samples.__getitem__, 0)
+    sample = call_user_code(f"{what}[0]", samples.__getitem__, 0)
     if not isinstance(sample, Sequence) or len(sample) != 2:
         raise UserError(f"{what}[0] is {name_of(sample)}; each sample has to be a pair (input, target)")
     try:

@@ -17,7 +17,7 @@ from recipes.common.models.layers import is_sequential, layers
 from recipes.common.optim import autocast
 from recipes.common.options import Options
 from recipes.common.task import in_float
-from recipes.common.user_code import add_derived, call, load, name_of, refusal
+from recipes.common.user_code import add_derived, call_user_code, import_user_code, name_of, refusal
 
 
 def build_user_model(args: Options, data: Data) -> nn.Module:
@@ -25,7 +25,7 @@ def build_user_model(args: Options, data: Data) -> nn.Module:
 
     Raises UserError if the function fails or returns no nn.Module.
     """
-    model = call(f"--model {args.model}", load("--model", args.model), data)
+    model = call_user_code(f"--model {args.model}", import_user_code("--model", args.model), data)
     if not isinstance(model, nn.Module):
         raise UserError(f"--model {args.model} returned {name_of(model)}; return a torch.nn.Module")
     for module in model.modules():
@@ -52,7 +52,7 @@ def check_on(device: torch.device, check: Check, model: nn.Module, args: Options
             raise
     else:
         return
-    call(f"--model {args.model}: moving it to {device}", model.to, device)
+    call_user_code(f"--model {args.model}: moving it to {device}", model.to, device)
     with autocast(args, device):  # such kernels may accept half precision only
         check(model, args, data)
     model.cpu()
@@ -72,7 +72,7 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     own = inputs.to("meta") if is_meta else inputs.to(_device_of(model))
     with checked_rows(model, args, count):
-        output = call(f"--model {args.model} on {count} samples, {data.input}", model.eval(), own)
+        output = call_user_code(f"--model {args.model} on {count} samples, {data.input}", model.eval(), own)
     if not isinstance(output, Tensor) or output.ndim < 1 or len(output) != count:
         what = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else name_of(output)
         fix = "return a tensor with a row for each"
@@ -80,10 +80,10 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
     output = torch.full(output.shape, 0.5, requires_grad=True) if is_meta else in_float(output)
     targets = targets.to(output.device)
     what = f"--task {type(task).__name__} on outputs {tuple(output.shape)} and targets {tuple(targets.shape)}"
-    loss = call(what, task.loss_sum, output, targets)
+    loss = call_user_code(what, task.loss_sum, output, targets)
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
         raise UserError(f"{what}: loss_sum() has to return a scalar tensor that gradients come from")
-    sums = call(what, task.metric_sums, output, targets)
+    sums = call_user_code(what, task.metric_sums, output, targets)
     try:
         is_complete = len(sums) == len(task.metrics)
     except TypeError:  # a single value
@@ -91,7 +91,9 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
     if not is_complete:
         fix = f"return a tuple, a value for each of metrics {tuple(task.metrics)}"
         raise UserError(f"{what}: metric_sums() returned {name_of(sums)} that does not fit; {fix}")
-    alone = sum(call(what, task.loss_sum, output[i : i + 1], targets[i : i + 1]).item() for i in range(count))
+    alone = sum(
+        call_user_code(what, task.loss_sum, output[i : i + 1], targets[i : i + 1]).item() for i in range(count)
+    )
     if not math.isfinite(loss.item()):
         fix = "look for values that are not finite in --data, and in what the model returns"
         raise UserError(f"{what}: the loss of two samples is {loss.item()}; {fix}")
@@ -100,7 +102,7 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
         raise UserError(
             f"{what}: loss_sum() of two samples is {loss.item():.6g}, the sum of each one's {alone:.6g}; {fix}"
         )
-    means = call(what, lambda: [torch.as_tensor(value).item() / count for value in (loss, *sums)])
+    means = call_user_code(what, lambda: [torch.as_tensor(value).item() / count for value in (loss, *sums)])
     try:
         add_derived(dict(zip(("loss", *task.metrics), means, strict=True)), task)
     except UserError as error:
@@ -166,7 +168,7 @@ def check_sequence(model: nn.Module, args: Options, data: Data) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # for layers that draw numbers
             for module in modules:
-                output = call(f"--model {args.model}{what}", module, output)
+                output = call_user_code(f"--model {args.model}{what}", module, output)
         return output
 
     expected, output = run([model], ""), run(sequence, ", child by child")
