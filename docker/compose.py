@@ -39,8 +39,8 @@ from scripts.launch.cores import count_cores
 from scripts.launch.local import LocalJob, parse_args, processes_per_node, share_out, visible_gpus
 from scripts.launch.recipe_options import read_option
 
-FILE = ROOT / "docker/compose.yaml"
-TRAINER = "10001:10001"
+COMPOSE_FILE = ROOT / "docker/compose.yaml"
+CONTAINER_USER = "10001:10001"
 """The images' own user and group, used if the caller is root."""
 
 ENGINE_TIMEOUT_S = 120.0
@@ -66,7 +66,7 @@ def bind(source: Path | str, target: str) -> dict[str, Any]:
     return {"type": "bind", "source": str(source), "target": target}
 
 
-def take_recipe(recipe: str, options: list[str]) -> Job:
+def recipe_job(recipe: str, options: list[str]) -> Job:
     """Return the job of a recipe, with the folders that its options name."""
     runs_dir = Path(read_option("--runs-dir", "runs", options))
     name = read_option("--name", "", options) or next_folder(recipe, runs_dir).name
@@ -92,7 +92,7 @@ def take_recipe(recipe: str, options: list[str]) -> Job:
     return Job(runs_dir.resolve() / name, data, [*options, *own], environment, volumes, cache)
 
 
-def take_script(name: str, options: list[str]) -> Job:
+def script_job(name: str, options: list[str]) -> Job:
     """Return the job of a script; its folder and its WORKDIR have the same paths in the containers."""
     own = script.job_environment(name)
     script.claim(Path(own["RUN_DIR"]))
@@ -110,7 +110,7 @@ def make_writable(folder: Path) -> None:
     """Make a folder to which the containers' user can write even if the caller is root."""
     make_folder(folder)
     if os.geteuid() == 0:
-        uid, gid = map(int, TRAINER.split(":"))
+        uid, gid = map(int, CONTAINER_USER.split(":"))
         for path in (folder, *folder.rglob("*")):
             os.chown(path, uid, gid, follow_symlinks=False)
 
@@ -143,14 +143,14 @@ def check_image(docker: str, image: str, recipe: str) -> None:
         )
 
 
-def override(nodes: int, shares: list[list[str]], job: Job) -> dict[str, Any]:
+def compose_override(nodes: int, shares: list[list[str]], job: Job) -> dict[str, Any]:
     """Return the additions to docker/compose.yaml: more nodes, each node's GPUs, and the job's own settings."""
     services: dict[str, dict[str, Any]] = {}
     for node in range(nodes):
         environment = {**job.environment, "NODE_RANK": str(node)}
         service = {"hostname": f"node{node}", "environment": environment, "volumes": job.volumes}
         if node > 1:
-            service["extends"] = {"file": str(FILE), "service": "node1"}
+            service["extends"] = {"file": str(COMPOSE_FILE), "service": "node1"}
         if shares[node]:
             device = {"driver": "nvidia", "device_ids": shares[node], "capabilities": ["gpu"]}
             service["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
@@ -162,7 +162,7 @@ def override(nodes: int, shares: list[list[str]], job: Job) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def taken_down(compose: list[str], environment: dict[str, str]) -> Iterator[None]:
+def removed_at_end(compose: list[str], environment: dict[str, str]) -> Iterator[None]:
     """Remove all containers and networks at the end, even if this process is killed: a helper outlives it."""
     # The helper reads a pipe whose other end only this process holds, so that it closes with this process.
     down = f"cat >/dev/null; exec {shlex.join([*compose, 'down', '--volumes', '--timeout', str(DOWN_TIMEOUT_S)])}"
@@ -204,7 +204,7 @@ def main(argv: list[str]) -> int:
     image = os.environ.get("IMAGE") or f"cluster-recipes/{image_of(recipe)}:latest"
     check_image(docker, image, recipe)
     compose = find_compose(docker)
-    job = take_script(args.name, args.options) if script.is_set() else take_recipe(recipe, args.options)
+    job = script_job(args.name, args.options) if script.is_set() else recipe_job(recipe, args.options)
     make_writable(job.run)
     if job.cache and not job.cache.exists():
         make_writable(job.cache)
@@ -223,15 +223,17 @@ def main(argv: list[str]) -> int:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // (nodes * processes)))),
         "RUNS": str(job.run.parent),
         "DATA": str(job.data),
-        "CONTAINER_USER": TRAINER if os.geteuid() == 0 else f"{os.geteuid()}:{os.getegid()}",
+        "CONTAINER_USER": CONTAINER_USER if os.geteuid() == 0 else f"{os.geteuid()}:{os.getegid()}",
     }
     containers = LocalJob()
     containers.listen()
     with temporary_folder() as scratch:
         more = Path(scratch, "nodes.json")
-        more.write_text(json.dumps(override(nodes, shares, job)).replace("$", "$$"))  # Compose expands $NAME
-        compose += ["--file", str(FILE), "--file", str(more)]
-        with taken_down(compose, environment):
+        more.write_text(
+            json.dumps(compose_override(nodes, shares, job)).replace("$", "$$")
+        )  # Compose expands $NAME
+        compose += ["--file", str(COMPOSE_FILE), "--file", str(more)]
+        with removed_at_end(compose, environment):
             status = run_nodes(docker, compose, environment, nodes, containers)
     with contextlib.suppress(OSError):  # the folder of a refused run is empty
         job.run.rmdir()
