@@ -47,7 +47,7 @@ def enter(module: str, argv: Sequence[str]) -> None:
     os.execvp("unshare", ["unshare", *own, sys.executable, "-m", module, *argv])
 
 
-def call(*words: str) -> None:
+def run_checked(*words: str) -> None:
     """Run a command that must succeed; raises UserError with its error output if it fails."""
     done = subprocess.run(words, capture_output=True, text=True, errors="replace")
     if done.returncode:
@@ -63,19 +63,19 @@ class Network:
         self.addresses = [f"{SUBNET}.{i + 1}" for i in range(nodes)]
         self.bridge = f"{SUBNET}.254"
         Path("/run/netns").mkdir(exist_ok=True)
-        call("mount", "-t", "tmpfs", "-o", "mode=755", "netns", "/run/netns")
+        run_checked("mount", "-t", "tmpfs", "-o", "mode=755", "netns", "/run/netns")
         self._answer_names_at_once()
-        call("ip", "link", "set", "lo", "up")
-        call("ip", "link", "add", "br0", "type", "bridge")
-        call("ip", "addr", "add", f"{self.bridge}/24", "dev", "br0")
-        call("ip", "link", "set", "br0", "up")
+        run_checked("ip", "link", "set", "lo", "up")
+        run_checked("ip", "link", "add", "br0", "type", "bridge")
+        run_checked("ip", "addr", "add", f"{self.bridge}/24", "dev", "br0")
+        run_checked("ip", "link", "set", "br0", "up")
         for i, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
-            call("ip", "netns", "add", name)
-            call("ip", "link", "add", f"v{i}", "type", "veth", "peer", "name", "eth0", "netns", name)
-            call("ip", "link", "set", f"v{i}", "master", "br0", "up")
-            call("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
-            call("ip", "-n", name, "link", "set", "lo", "up")
-            call("ip", "-n", name, "link", "set", "eth0", "up")
+            run_checked("ip", "netns", "add", name)
+            run_checked("ip", "link", "add", f"v{i}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            run_checked("ip", "link", "set", f"v{i}", "master", "br0", "up")
+            run_checked("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            run_checked("ip", "-n", name, "link", "set", "lo", "up")
+            run_checked("ip", "-n", name, "link", "set", "eth0", "up")
 
     def _answer_names_at_once(self) -> None:
         """Make name look-ups end at once: no name server can be reached from here."""
@@ -86,7 +86,7 @@ class Network:
             }.items():
                 path = Path(folder) / name
                 path.write_text(text)
-                call("mount", "--bind", str(path), f"/etc/{name}")  # the mount keeps the deleted file
+                run_checked("mount", "--bind", str(path), f"/etc/{name}")  # the mount keeps the deleted file
 
     def option(self) -> str:
         """Return the value of --networks for scripts.launch.local."""
@@ -95,7 +95,7 @@ class Network:
 
     def cut(self, node: int) -> None:
         """Take a node's link down."""
-        call("ip", "link", "set", f"v{node}", "down")
+        run_checked("ip", "link", "set", f"v{node}", "down")
 
     def lose(self, node: int, share: float) -> str:
         """Drop a random share of the packets to and from a node; return the tool in use, netem or iptables."""
@@ -103,11 +103,11 @@ class Network:
         netem = [*inside, "tc", "qdisc", "add", "dev", "eth0", "root", "netem", "loss", f"{share:.0%}"]
         outside = ["tc", "qdisc", "add", "dev", f"v{node}", "root", "netem", "loss", f"{share:.0%}"]
         if not subprocess.run(netem, capture_output=True).returncode:
-            call(*outside)
+            run_checked(*outside)
             return "netem"
         for chain in ("INPUT", "OUTPUT"):
             rule = ["-A", chain, "-m", "statistic", "--mode", "random", "--probability", str(share), "-j", "DROP"]
-            call(*inside, "iptables", *rule)
+            run_checked(*inside, "iptables", *rule)
         return "iptables"
 
     def narrow(self, node: int, rate: str, burst: str = "32kb") -> None:
@@ -117,8 +117,8 @@ class Network:
         bytes, which costs CPU time: for a fast link, choose a burst above that.
         """
         shape = ("root", "tbf", "rate", rate, "burst", burst, "latency", "100ms")
-        call("tc", "qdisc", "add", "dev", f"v{node}", *shape)
-        call("ip", "netns", "exec", self.names[node], "tc", "qdisc", "add", "dev", "eth0", *shape)
+        run_checked("tc", "qdisc", "add", "dev", f"v{node}", *shape)
+        run_checked("ip", "netns", "exec", self.names[node], "tc", "qdisc", "add", "dev", "eth0", *shape)
 
     @contextlib.contextmanager
     def narrowed(self, nodes: int, rate: str, burst: str = "32kb") -> Iterator[None]:
@@ -168,7 +168,7 @@ class Network:
     def restore(self, node: int) -> None:
         """Undo all changes to a node's link."""
         inside = ("ip", "netns", "exec", self.names[node])
-        call("ip", "link", "set", f"v{node}", "up")
+        run_checked("ip", "link", "set", f"v{node}", "up")
         for command in (
             [*inside, "iptables", "-F"],
             [*inside, "tc", "qdisc", "del", "dev", "eth0", "root"],
