@@ -95,7 +95,7 @@ def recipe_job(recipe: str, options: list[str]) -> Job:
 def script_job(name: str, options: list[str]) -> Job:
     """Return the job of a script; its folder and its WORKDIR have the same paths in the containers."""
     own = script.job_environment(name)
-    script.claim(Path(own["RUN_DIR"]))
+    script.lock_run_dir(Path(own["RUN_DIR"]))
     run = Path(own["RUN_DIR"])
     folders = dict.fromkeys((own["WORKDIR"], str(Path(own["SCRIPT"]).parent)))
     if "/tmp" in folders:
@@ -226,7 +226,7 @@ def main(argv: list[str]) -> int:
         "CONTAINER_USER": CONTAINER_USER if os.geteuid() == 0 else f"{os.geteuid()}:{os.getegid()}",
     }
     containers = LocalJob()
-    containers.listen()
+    containers.handle_signals()
     with temporary_folder() as scratch:
         more = Path(scratch, "nodes.json")
         more.write_text(

@@ -54,14 +54,21 @@ from recipes.common.process.rendezvous_errors import MissingNodeError, MissingSt
 from scripts.launch import rank_processes, script, torch_agent
 from scripts.launch.command import command
 from scripts.launch.echo import listen
-from scripts.launch.rank_processes import SAVING, STOPPED_BY, blame, cause_of_failure, is_stopped, rank_command
+from scripts.launch.rank_processes import (
+    SAVING,
+    STOPPED_BY,
+    cause_of_failure,
+    node_status,
+    rank_command,
+    report_if_stopped,
+)
 from scripts.launch.rejoin import (
     HAS_RETURNED,
     LOST_STATUS,
     UnsavedStopError,
-    how_to_go_on,
     last_launch,
     options_of_later_rounds,
+    resume_hint,
     say,
 )
 from scripts.launch.torch_agent import failures_of, worker_spec
@@ -259,7 +266,7 @@ class Handler(DynamicRendezvousHandler):
             return False
         self.notes.compare_set("status", "", "1")
         raise UnfinishedError(
-            f"ranks of this node have finished, but not those of {names_of(unfinished)}; {how_to_go_on()}"
+            f"ranks of this node have finished, but not those of {names_of(unfinished)}; {resume_hint()}"
         )
 
     def announce_stop(self) -> bool:
@@ -405,7 +412,7 @@ class Agent(torch_agent.Agent):
         elif result.state == WorkerState.FAILED:
             statuses, pids = failures_of(result)
             if STOPPED_BY:
-                self._leave(has_checkpoint=is_stopped(statuses))
+                self._leave(has_checkpoint=report_if_stopped(statuses))
             if script.is_set() and self.handler.is_stopping():
                 # Ranks that do not handle the signal are killed by it, and the others fail without them: no
                 # failure. A rank that could not write its checkpoint looks the same, so how it ended is printed.
@@ -436,7 +443,7 @@ class Agent(torch_agent.Agent):
                 result = self._ask_for_checkpoint(worker_group)
                 statuses, _ = failures_of(result)
                 has_ended = result.state == WorkerState.SUCCEEDED
-                if STOPPED_BY and (has_ended or is_stopped(statuses)):
+                if STOPPED_BY and (has_ended or report_if_stopped(statuses)):
                     self._leave(has_checkpoint=True)
                 self.handler.has_saved = has_ended
             if STOPPED_BY:
@@ -456,7 +463,7 @@ class Agent(torch_agent.Agent):
         self.handler.leave()
         if not has_checkpoint:
             raise UnsavedStopError(
-                f"stopped after this node's ranks had ended without a checkpoint, as said above; {how_to_go_on()}"
+                f"stopped after this node's ranks had ended without a checkpoint, as said above; {resume_hint()}"
             )
         raise SignalException("this node leaves the job", signal.Signals(min(STOPPED_BY)))
 
@@ -541,19 +548,19 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
         status = handler.job_status()
         if script.is_set() and agent.failures:
             # Ranks of other nodes had finished by then, so no further round begins.
-            status = own_status(blame(*agent.failures)) or status
+            status = own_status(node_status(*agent.failures)) or status
         say(f"the job has ended without this node, with status {status}")
         return status
     except RendezvousTimeoutError:
         raise MissingNodeError(
-            f"fewer than {min_nodes} nodes (MIN_NODES) within {node.rdzv_timeout_s} s; {how_to_go_on()}"
+            f"fewer than {min_nodes} nodes (MIN_NODES) within {node.rdzv_timeout_s} s; {resume_hint()}"
         ) from None
     except (RendezvousError, DistError, OSError) as error:
         say(f"lost the store at {endpoint}: {(str(error).strip() or repr(error)).splitlines()[0]}")
         return LOST_STATUS
     if not result.is_failed():
         return 0
-    status = blame(*failures_of(result))
+    status = node_status(*failures_of(result))
     if status != USAGE_STATUS and max_restarts:
         say(f"that was restart {max_restarts} of at most {max_restarts} (MAX_RESTARTS)")
     return own_status(status)

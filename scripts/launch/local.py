@@ -184,15 +184,15 @@ class LocalJob:
             else:
                 sys.stderr.write(f"[node {number}] {line}")
 
-    def listen(self) -> None:
+    def handle_signals(self) -> None:
         """Handle the signals of this process from now on: Ctrl-C, and those that ask the ranks to stop."""
         signal.signal(signal.SIGINT, self.interrupt)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # a lost connection; nohup ignores it
             signal.signal(signal.SIGHUP, self.interrupt)
         for number in STOP_SIGNALS:
-            signal.signal(number, self.pass_on)
+            signal.signal(number, self.record_stop)
 
-    def pass_on(self, number: int, frame: FrameType | None) -> None:
+    def record_stop(self, number: int, frame: FrameType | None) -> None:
         """Record a stop signal; wait() then sends it to every node."""
         self.stop_signals.add(number)
         self.stop_deadline = min(self.stop_deadline, time.monotonic() + STOP_GRACE_S)
@@ -372,7 +372,7 @@ def main(argv: list[str]) -> int:
     processes = processes_per_node(args, shares)
     if script.is_set():
         os.environ |= script.job_environment(args.name)
-        script.claim(Path(os.environ["RUN_DIR"]))
+        script.lock_run_dir(Path(os.environ["RUN_DIR"]))
         print(
             f"{os.environ['SCRIPT']}: {args.nodes} nodes x {processes}, RUN_DIR {os.environ['RUN_DIR']}",
             flush=True,
@@ -414,7 +414,7 @@ def run_job(
             words = f"NAME={Path(os.environ['RUN_DIR']).name} RESUME=auto"
         address = networks[-1][1] if networks else "127.0.0.1"
         job = ElasticJob(*elastic, address, f"to resume: the same command with {words}")
-    job.listen()
+    job.handle_signals()
     with temporary_folder() as scratch:  # killed nodes leave files there
         for node in range(nodes):
             environment = node_environment(node, nodes, processes, shares[node], port) | {"TMPDIR": scratch}

@@ -124,7 +124,9 @@ def run_processes(command: list[str], environments: dict[int, dict[str, str]], l
     failed = {rank: process for rank, process in processes.items() if process.returncode}
     if not failed:
         return 0
-    return blame({rank: p.returncode for rank, p in failed.items()}, {rank: p.pid for rank, p in failed.items()})
+    return node_status(
+        {rank: p.returncode for rank, p in failed.items()}, {rank: p.pid for rank, p in failed.items()}
+    )
 
 
 def own_failures(statuses: dict[int, int]) -> dict[int, int]:
@@ -137,7 +139,7 @@ def cause_of_failure(statuses: dict[int, int], pids: dict[int, int]) -> str:
     return cause_of(own_failures(statuses), pids)
 
 
-def is_stopped(statuses: dict[int, int]) -> bool:
+def report_if_stopped(statuses: dict[int, int]) -> bool:
     """Whether a stop signal itself has ended ranks; print a line if so."""
     for number in STOP_SIGNALS if STOPPED_BY else ():
         if -number in statuses.values():
@@ -146,6 +148,6 @@ def is_stopped(statuses: dict[int, int]) -> bool:
     return False
 
 
-def blame(statuses: dict[int, int], pids: dict[int, int]) -> int:
+def node_status(statuses: dict[int, int], pids: dict[int, int]) -> int:
     """Return a node's status from its failed ranks, without those that the agent ended; 0 if a stop signal did."""
-    return 0 if is_stopped(statuses) else status_of(own_failures(statuses), pids, script.is_set())
+    return 0 if report_if_stopped(statuses) else status_of(own_failures(statuses), pids, script.is_set())

@@ -46,7 +46,7 @@ def say(text: str) -> None:
     print(f"elastic: {text}", file=sys.stderr, flush=True)
 
 
-def how_to_go_on() -> str:
+def resume_hint() -> str:
     """Return the hint to print if an elastic job ends before its run is complete."""
     return f"to resume: the same command with {'RESUME=auto' if script.is_set() else '--resume auto'}"
 
@@ -61,7 +61,7 @@ def report_unsaved_stop(number: int) -> int:
     """Print that a stop signal came while no ranks ran, since they were killed or failed; return the status."""
     name = signal.Signals(number).name
     reason = f"stopped by {name} while no ranks ran: this node's ranks had ended without a checkpoint"
-    print(f"error: {reason}; {how_to_go_on()}", file=sys.stderr, flush=True)
+    print(f"error: {reason}; {resume_hint()}", file=sys.stderr, flush=True)
     return UnsavedStopError.status
 
 
@@ -96,7 +96,7 @@ def options_of_later_rounds(options: list[str], replaced: str) -> list[str]:
     return [*options, "--resume", "auto"]
 
 
-def check(options: list[str]) -> int:
+def check_variables(options: list[str]) -> int:
     """Check the job's variables and return MAX_RESTARTS; raises UserError for invalid ones or a missing --name."""
     nnodes, min_nodes = read_number("NNODES", 1, at_least=1), read_number("MIN_NODES", 1, at_least=1)
     if min_nodes > nnodes:
@@ -124,7 +124,7 @@ def start_store(store: subprocess.Popen[bytes] | None) -> subprocess.Popen[bytes
     return start_process([sys.executable, "-m", "scripts.launch.elastic", str(port)], os.environ)
 
 
-def keep(options: list[str], max_restarts: int, agent: list[str]) -> int:
+def run_with_restarts(options: list[str], max_restarts: int, agent: list[str]) -> int:
     """Run the agent, again each time it is lost, up to max_restarts times; return this node's exit status."""
     store: subprocess.Popen[bytes] | None = None
     replaced = last_launch(options)
@@ -162,7 +162,9 @@ def main(argv: list[str]) -> int:
     """Run this node; return its exit status."""
     end_with_launcher()
     recipe, *options = argv
-    return keep(options, check(options), [sys.executable, "-m", "scripts.launch.agent", recipe])
+    return run_with_restarts(
+        options, check_variables(options), [sys.executable, "-m", "scripts.launch.agent", recipe]
+    )
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ def make_run_dir(script: Path, name: str) -> Path:
     return run_dir
 
 
-def claim(run_dir: Path) -> None:
+def lock_run_dir(run_dir: Path) -> None:
     """Lock a run's folder until this process ends; raises UserError if another job of this machine has it."""
     with as_user_error("use", run_dir):
         handle = os.open(run_dir, os.O_RDONLY)

@@ -37,7 +37,7 @@ from scripts.launch.rank_processes import (
     SAVING,
     STOP_GRACE_S,
     STOPPED_BY,
-    blame,
+    node_status,
     rank_command,
 )
 from scripts.launch.recipe_options import read_option
@@ -197,4 +197,4 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
             f"node {node.node_rank} waited for {node.nnodes} nodes at {node.master_addr}:{node.master_port}, "
             f"at most {node.rdzv_timeout_s} s for each: {str(error).strip().splitlines()[0]}"
         ) from None
-    return blame(*failures_of(result)) if result.is_failed() else 0
+    return node_status(*failures_of(result)) if result.is_failed() else 0

@@ -32,7 +32,7 @@ def test_lines_that_look_like_refusals_are_printed_when_all_goes_well(capsys):
     ("stop", "status", "last"),
     [
         ("interrupt", 130, "interrupted; checkpoints so far are whole: add --resume auto to resume"),
-        ("pass_on", 1, "error: still running 0 s after the signal; killed"),
+        ("record_stop", 1, "error: still running 0 s after the signal; killed"),
     ],
 )
 def test_lines_that_look_like_refusals_are_printed_when_a_job_is_stopped(monkeypatch, capsys, stop, status, last):
@@ -54,7 +54,7 @@ def test_an_output_that_cannot_be_written_is_one_line():
 
 def test_a_stop_before_any_node_listens_is_told(capsys):
     job = start(local.LocalJob(), "sleep 60", "sleep 60")
-    job.pass_on(signal.SIGTERM, None)
+    job.record_stop(signal.SIGTERM, None)
     assert (job.wait(), *capsys.readouterr()) == (0, "stopped by SIGTERM\n", "")
 
 
@@ -64,7 +64,7 @@ def test_stop_signals_that_go_on_after_the_end_change_nothing():
         import os, sys
         from scripts.launch.local import LocalJob
         job = LocalJob()
-        job.listen()
+        job.handle_signals()
         job.start(["bash", "-c", {node!r}], dict(os.environ))
         sys.exit(job.wait())"""
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -100,7 +100,7 @@ def test_an_elastic_node_that_the_stop_signal_meets_as_it_ends_is_not_lost():
 def test_the_job_that_another_port_started_anew_hears_of_a_lost_terminal_too(before):
     signal.signal(signal.SIGHUP, before)
     for job in (local.LocalJob(), local.LocalJob()):
-        job.listen()
+        job.handle_signals()
         expected = before if before == signal.SIG_IGN else job.interrupt
         assert signal.getsignal(signal.SIGHUP) == expected, "nohup ignores it"
 

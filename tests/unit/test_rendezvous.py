@@ -632,7 +632,7 @@ def kept(monkeypatch, tmp_path, statuses, max_restarts=3, options=("--name=x",))
     monkeypatch.setenv("STATUSES", statuses)
     monkeypatch.setenv("RDZV_ENDPOINT", "127.0.0.1:1")
     log = tmp_path / "log"
-    status = rejoin.keep([*options], max_restarts, [sys.executable, "-c", AGENT, str(log)])
+    status = rejoin.run_with_restarts([*options], max_restarts, [sys.executable, "-c", AGENT, str(log)])
     return status, log.read_text().splitlines()
 
 
@@ -717,7 +717,7 @@ def test_later_rounds_tell_a_script_to_resume(monkeypatch):
     monkeypatch.setenv("RESUME", "none")
     assert rejoin.options_of_later_rounds(["--name", "x"], "none") == ["--name", "x"]
     assert os.environ["RESUME"] == "auto"
-    assert rejoin.check([]) == 3, "it needs no option of ours"
+    assert rejoin.check_variables([]) == 3, "it needs no option of ours"
 
 
 def test_a_node_that_leaves_is_not_waited_for(nodes, monkeypatch):
@@ -743,7 +743,7 @@ def test_settings_that_make_no_sense(monkeypatch, variables, options, words):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=words):
-        rejoin.check(options)
+        rejoin.check_variables(options)
 
 
 def test_an_endpoint_may_have_an_ipv6_address(monkeypatch):
@@ -752,7 +752,7 @@ def test_an_endpoint_may_have_an_ipv6_address(monkeypatch):
     port = free_port()
     server = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("RDZV_ENDPOINT", f"[::1]:{port}")
-    rejoin.check(["--name=x"])
+    rejoin.check_variables(["--name=x"])
     assert os.environ["RDZV_ENDPOINT"] == f"::1:{port}"
     elastic.connect(os.environ["RDZV_ENDPOINT"]).set("key", "value")
     assert server.get("key") == b"value"

@@ -222,7 +222,7 @@ class TestNode:
 )
 def test_the_status_that_tells_most(capsys, statuses, expected, words):
     ended = {int(rank[1:]): status for rank, status in statuses.items()}
-    assert rank_processes.blame(ended, dict.fromkeys(ended, 77)) == expected
+    assert rank_processes.node_status(ended, dict.fromkeys(ended, 77)) == expected
     error = capsys.readouterr().err
     if words is None:
         assert error == ""
@@ -461,7 +461,7 @@ def test_nodes_that_are_killed_at_the_bound_are_not_called_failed(monkeypatch, c
     monkeypatch.setattr(local, "end_groups", lambda pids: [kill(pids), *(node.wait(30) for node in job.nodes)])
     job.start(["bash", "-c", "trap '' TERM; echo up; sleep 60 & wait; wait"], {**os.environ})
     wait_until(lambda: "up" in capfd.readouterr().out, 30, lambda: "bash has not begun")
-    job.pass_on(signal.SIGTERM, None)
+    job.record_stop(signal.SIGTERM, None)
     assert job.wait() == 1
     assert capfd.readouterr().err == "error: still running 0 s after the signal; killed\n"
 
@@ -494,7 +494,7 @@ def test_a_run_folder_that_another_user_keeps_private_is_one_line(monkeypatch, t
     monkeypatch.setenv("RUNS_DIR", str(tmp_path))
     for owner, name, call in (
         (Path, "iterdir", lambda: script.make_run_dir(tmp_path / "train.py", "mine")),
-        (os, "open", lambda: script.claim(tmp_path / "mine")),
+        (os, "open", lambda: script.lock_run_dir(tmp_path / "mine")),
     ):
         with monkeypatch.context() as patch:  # root may read everything
             patch.setattr(owner, name, Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
@@ -508,11 +508,11 @@ def test_two_scripts_at_once_in_one_folder_are_refused(tmp_path):
     fcntl.flock(other, fcntl.LOCK_EX)
     words = f"^another job runs in {tmp_path}; wait for its end, or choose another NAME$"
     with pytest.raises(UserError, match=words):
-        script.claim(tmp_path)
+        script.lock_run_dir(tmp_path)
     os.close(other)
-    script.claim(tmp_path)
+    script.lock_run_dir(tmp_path)
     with pytest.raises(UserError, match=words):
-        script.claim(tmp_path)
+        script.lock_run_dir(tmp_path)
 
 
 @pytest.mark.slow
