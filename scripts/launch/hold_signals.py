@@ -13,10 +13,10 @@ from __future__ import annotations
 import signal
 import sys
 
-from recipes.common.process.parent import become, end_with_launcher
+from recipes.common.process.parent import end_with_launcher, exec_python
 from recipes.common.process.signals import STOP_SIGNALS
 
 if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     end_with_launcher()
-    become(sys.argv[1:] if sys.argv[1].startswith("-") else ["-m", *sys.argv[1:]])
+    exec_python(sys.argv[1:] if sys.argv[1].startswith("-") else ["-m", *sys.argv[1:]])

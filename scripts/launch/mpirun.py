@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, NoReturn
 from recipes.common.errors import UserError, nearest
 from recipes.common.options import Parser, positive_int
 from recipes.common.process.entry import USAGE_STATUS
-from recipes.common.process.parent import become, end_with_parent
+from recipes.common.process.parent import end_with_parent, exec_python
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
 from scripts.launch.command import recipes
@@ -232,7 +232,7 @@ def main(argv: list[str] | None = None) -> None:
 
     # MPI is no longer needed. mpirun goes on watching the processes after this call.
     MPI.Finalize()
-    become(["-m", args.module, *args.options])
+    exec_python(["-m", args.module, *args.options])
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from recipes.common.errors import UserError, as_user_error, nearest
 from recipes.common.options import read_number
-from recipes.common.process.parent import LAUNCHER_PID, become, end_with_launcher
+from recipes.common.process.parent import LAUNCHER_PID, end_with_launcher, exec_python
 from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.world import transport
 from scripts.launch.command import ROOT, absolute, command, make_folder, next_folder
@@ -228,7 +228,9 @@ def main(argv: Sequence[str]) -> None:
     os.environ["PYTHONUNBUFFERED"] = os.environ.get("PYTHONUNBUFFERED") or "1"
     # The launcher blocked them. A pending one ends this process now, before the script has done anything.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    become([str(script), *(one.replace("{run_dir}", str(run_dir)).replace("{resume}", resume) for one in options)])
+    exec_python(
+        [str(script), *(one.replace("{run_dir}", str(run_dir)).replace("{resume}", resume) for one in options)]
+    )
 
 
 if __name__ == "__main__":

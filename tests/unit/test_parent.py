@@ -20,7 +20,7 @@ if sys.argv[1] == "polling":
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR1])
 parent.end_with_launcher()
 print("up", flush=True)
-parent.become(["-u", "-m", "tests.unit.sleeper", "60"]) if sys.argv[2] == "become" else time.sleep(60)
+parent.exec_python(["-u", "-m", "tests.unit.sleeper", "60"]) if sys.argv[2] == "exec" else time.sleep(60)
 """
 
 LAUNCHER = """
@@ -33,7 +33,7 @@ child.wait()
 """
 
 
-@pytest.mark.parametrize("what", ["stay", "become"])
+@pytest.mark.parametrize("what", ["stay", "exec"])
 @pytest.mark.parametrize("how", ["kernel", "polling"])
 def test_a_process_ends_with_its_killed_launcher(how, what):
     command = [sys.executable, "-c", LAUNCHER, CHILD, how, what]
@@ -41,7 +41,7 @@ def test_a_process_ends_with_its_killed_launcher(how, what):
         child = psutil.Process(int(launcher.stdout.readline()))
         try:
             assert launcher.stdout.readline() == "up\n"
-            if what == "become":
+            if what == "exec":
                 assert launcher.stdout.readline() == "sleeps 60 without LAUNCHER_PID\n"
             assert child.is_running()
             launcher.kill()

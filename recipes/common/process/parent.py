@@ -68,7 +68,7 @@ def end_with_launcher() -> None:
         end_with_parent(int(launcher))
 
 
-def become(words: Sequence[str]) -> NoReturn:
+def exec_python(words: Sequence[str]) -> NoReturn:
     """Replace this program by another one: Python's own options and `-m MODULE ARGUMENTS`, or `FILE ARGUMENTS`."""
     if not _is_polling:
         os.execv(sys.executable, [sys.executable, *words])
