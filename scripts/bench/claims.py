@@ -24,7 +24,7 @@ from typing import Any
 
 from recipes.common.errors import UserError
 from recipes.common.record.facts import revision as revision_of
-from scripts.bench.figures import Figure, describe, number, table_lines
+from scripts.bench.figures import Figure, describe_machine, number, table_lines
 from scripts.launch.command import ROOT
 
 CLAIMS = ROOT / "docs" / "claims.toml"
@@ -133,7 +133,7 @@ def read_outcomes() -> dict[str, dict[str, Any]]:
 def machine(facts: Mapping[str, Any]) -> str:
     """Return the machine and the versions of a measurement, in words."""
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-    return f"{describe(facts['hardware'])}; {versions}"
+    return f"{describe_machine(facts['hardware'])}; {versions}"
 
 
 def row(claim: Claim, outcome: Mapping[str, Any] | None) -> list[str]:

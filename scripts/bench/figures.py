@@ -23,7 +23,7 @@ With its warm-up, the one round of gpu should take less than ten minutes (estima
 """
 
 TITLES = ("figure", "goal", "measured", "min .. max", "met", "against", "note")
-AGAIN = "not measured in this run"
+NOT_MEASURED = "not measured in this run"
 
 
 @dataclass(frozen=True)
@@ -127,12 +127,12 @@ def unmeasured(name: str, reason: str, goal: str = "") -> Figure:
     return Figure(name, None, goal=goal, note=f"not measured: {reason}")
 
 
-def of(processes: int) -> str:
+def process_count_text(processes: int) -> str:
     """Return the number of processes in words."""
     return f"{processes} process{'es' if processes > 1 else ''}"
 
 
-def cell(text: str) -> str:
+def escape_cell(text: str) -> str:
     """Escape a text for a cell of a Markdown table; empty becomes "-"."""
     return text.replace("|", "\\|").replace("\n", " ") or "-"
 
@@ -140,10 +140,10 @@ def cell(text: str) -> str:
 def table_lines(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return the lines of a Markdown table whose columns are not aligned."""
     lines = [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
-    return [*lines, *(f"| {' | '.join(map(cell, row))} |" for row in rows)]
+    return [*lines, *(f"| {' | '.join(map(escape_cell, row))} |" for row in rows)]
 
 
-def describe(hardware: Mapping[str, Any]) -> str:
+def describe_machine(hardware: Mapping[str, Any]) -> str:
     """Describe a machine in words: cores, memory and GPUs."""
     gpus = hardware["gpus"]
     what = f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.bench.figures import AGAIN, Figure, median_and_range, number
+from scripts.bench.figures import NOT_MEASURED, Figure, median_and_range, number
 from scripts.drill.faults import FAULTS, ROUNDS
 from scripts.drill.trial import ELASTIC_STEP_S, END_BOUND_S
 
@@ -52,7 +52,7 @@ class Question:
         """
         head = self.figure(figures)
         if head is None or head.measured is None:
-            return "本次未测" if is_chinese else AGAIN
+            return "本次未测" if is_chinese else NOT_MEASURED
         _, answer, limit = (*self.chinese, "", "")[:3] if is_chinese else ("", self.answer, self.limit)
         held = next((one.share[0] for one in self.rows(figures) if one.name == head.name), None)
         goals = [one.is_met for one in figures if one.part in self.parts and one.is_met is not None]

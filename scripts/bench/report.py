@@ -21,7 +21,7 @@ from typing import Any
 
 from recipes.common.errors import UserError
 from scripts.bench import claims
-from scripts.bench.figures import AGAIN, TITLES, Figure, describe, table_lines
+from scripts.bench.figures import NOT_MEASURED, TITLES, Figure, describe_machine, table_lines
 from scripts.bench.questions import QUESTIONS, draw, drill_figures
 from scripts.launch.command import ROOT, command
 
@@ -72,7 +72,7 @@ class Run:
     @property
     def device(self) -> str:
         """The machine that it was measured on, in words."""
-        return describe(self.facts["hardware"])
+        return describe_machine(self.facts["hardware"])
 
 
 def read_run(path: Path) -> Run:
@@ -114,7 +114,7 @@ def sections(figures: Sequence[Figure], stem: str) -> list[str]:
         picture = [f"![{question.text} {said}]({stem}{question.name}.png)", ""] if question.rows(own) else []
         lines += [f"### {question.text}", "", f"{said}.", "", *picture]
         if missing := [part for part in question.parts if part not in {figure.part for figure in own}]:
-            lines += [f"{AGAIN[0].upper()}{AGAIN[1:]}: {', '.join(missing)}.", ""]
+            lines += [f"{NOT_MEASURED[0].upper()}{NOT_MEASURED[1:]}: {', '.join(missing)}.", ""]
         lines += [f"<details><summary>{len(own)} figures; {score(own)}</summary>", ""]
         lines += [*table_lines(TITLES, (figure.cells() for figure in own)), "", "</details>", ""]
     return lines

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from statistics import harmonic_mean
 
-from scripts.bench.figures import Figure, of, speed_figure, take_turns
+from scripts.bench.figures import Figure, process_count_text, speed_figure, take_turns
 from scripts.bench.programs import bare_step_ms, recipe_command, run
 from scripts.lab.network import Network
 from scripts.launch.runs import read_metrics
@@ -53,7 +53,7 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
     for processes in PROCESSES:
         peers = {f"{processes} alone": "as many bare loops that exchange nothing"}
         peers |= {"1": "one process"} if processes > 1 else {}
-        name = f"{of(processes)} of a thread each: samples/s"
+        name = f"{process_count_text(processes)} of a thread each: samples/s"
         found += [
             speed_figure(name, values, f"{processes}", against, "", peer, is_limit=against != "1")
             for against, peer in peers.items()

@@ -18,7 +18,7 @@ from recipes.common.data import load_data
 from recipes.common.models.models import build_model
 from recipes.common.seeding import permutation
 from recipes.single.train import options
-from scripts.bench.figures import Figure, Rounds, of, speed_figure, take_turns, unmeasured
+from scripts.bench.figures import Figure, Rounds, process_count_text, speed_figure, take_turns, unmeasured
 from scripts.bench.programs import contender, recipe
 from scripts.launch.cores import count_cores
 
@@ -137,7 +137,7 @@ def figures_of(values: Rounds, processes: int, workers: int) -> list[Figure]:
     """
 
     def figure(precision: str, ours: str, against: str, goal: str, peer: str, is_limit: bool = False) -> Figure:
-        name = f"LeNet {precision}, {of(processes)}"
+        name = f"LeNet {precision}, {process_count_text(processes)}"
         return speed_figure(name, values, ours, against, goal, peer, is_limit=is_limit)
 
     ddp = " and DDP" * (processes > 1)
@@ -150,7 +150,7 @@ def figures_of(values: Rounds, processes: int, workers: int) -> list[Figure]:
         *(
             figure("fp32", "ours", peer, "", title)
             if peer in values
-            else unmeasured(f"LeNet fp32, {of(processes)}", f"{peer} is not installed")
+            else unmeasured(f"LeNet fp32, {process_count_text(processes)}", f"{peer} is not installed")
             for peer, title in PEERS.items()
         ),
         figure("fp32", "ours", "bare", ">= 0.95", bare, True),
@@ -164,6 +164,6 @@ def difference(bench: Bench, processes: int) -> Figure:
     pairs = zip(bench.losses[f"{processes}-ours"][:logged], bench.losses["1-plain"][:logged], strict=True)
     largest = max(abs(ours - theirs) / theirs for ours, theirs in pairs)
     note = f"of every {LOG_EVERY}th of the first {COMPARED} steps"
-    name = f"LeNet fp32, {of(processes)}: largest relative difference of the loss"
+    name = f"LeNet fp32, {process_count_text(processes)}: largest relative difference of the loss"
     reason = "a difference, not a speed"
     return Figure(name, largest, goal="<= 0.0001", peer="usual loop", note=note, no_limit=reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import median
 
-from scripts.bench.figures import Figure, of, ratio, take_turns
+from scripts.bench.figures import Figure, process_count_text, ratio, take_turns
 from scripts.bench.programs import contender, recipe
 
 BATCH, STEPS = 2, 50
@@ -31,7 +31,7 @@ def _overhead(rounds: int, folder: Path, name: str, processes: int) -> Figure:
 
     values = take_turns({"ours": ours, "bare": bare}, rounds)
     times = f"{median(values['ours']):.1f} ms against {median(values['bare']):.1f} ms"
-    what = f"{name}, {of(processes)}: time of a step"
+    what = f"{name}, {process_count_text(processes)}: time of a step"
     peer = "bare forward + backward + step" + " under DDP" * (processes > 1)
     note = f"{times} (resnet18, batch {BATCH})"
     return Figure(what, *ratio(values, "ours", "bare"), "<= 1.02", peer, note, is_limit=True)
