@@ -44,7 +44,7 @@ from scripts.launch.command import (
     next_folder,
     parse,
 )
-from slurm.sweep import grid_points, report, words
+from slurm.sweep import grid_points, point_argv, report
 from slurm.training import SIGNAL, Run
 
 SIGNAL_DELAY_S = 120
@@ -154,7 +154,7 @@ def plan_runs(args: Namespace) -> tuple[Path, list[Run]]:
             raise UserError("--resume auto needs the run's name: NAME=... (--name)")
         # A job that asked for GPUs never trains on CPUs, unless the user's own --device, which comes later, asks.
         device = ["--device", "cuda"] if args.gpus and parsed.device == "auto" else []
-    argvs = [[*device, *args.options, *words(point)] for point in points]
+    argvs = [[*device, *args.options, *point_argv(point)] for point in points]
     for argv in argvs if not script.is_set() else ():
         own = parse_options(argv)
         if args.nproc_per_node and isinstance(own, Options):

@@ -48,7 +48,7 @@ def grid_points(text: str) -> list[dict[str, str]]:
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
-def words(point: dict[str, str]) -> list[str]:
+def point_argv(point: dict[str, str]) -> list[str]:
     """Return a point as command-line arguments: ["--lr", "0.1", "--seed", "1"]."""
     return [word for name, value in point.items() for word in (f"--{name}", value)]
 
@@ -90,7 +90,7 @@ def main(argv: list[str]) -> None:
             points = grid_points(grid)
             if not (number.isascii() and number.isdigit()) or int(number) >= len(points):
                 raise UserError(f"the points of {grid!r} count from 0 to {len(points) - 1}, got {number!r}")
-            print("\n".join(words(points[int(number)])))
+            print("\n".join(point_argv(points[int(number)])))
         case _:
             raise UserError('usage: scripts/dev/python.sh -m slurm.sweep "lr=0.1,0.2 seed=1,2" [POINT]')
 

@@ -47,7 +47,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return {str(key).replace("_", "-"): value for key, value in (content or {}).items()}
 
 
-def words_of_config(path: Path, flags: Sequence[str]) -> list[str]:
+def config_to_argv(path: Path, flags: Sequence[str]) -> list[str]:
     """Return a file's options as command-line words; `flags` are all known --flags.
 
     Raises UserError for an unknown option or a value of the wrong type.

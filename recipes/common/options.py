@@ -446,9 +446,9 @@ def parse(kind: type[T], recipe: str, doc: str | None, argv: Sequence[str] | Non
     words = list(sys.argv[1:] if argv is None else argv)
     found = parser.parse_words(words)
     if config := getattr(found, "config", None):
-        from recipes.common.config_file import words_of_config  # importing PyYAML takes 20 ms
+        from recipes.common.config_file import config_to_argv  # importing PyYAML takes 20 ms
 
-        words = [*words_of_config(config, parser.flags()), *words]
+        words = [*config_to_argv(config, parser.flags()), *words]
         found = parser.parse_words(words)
     if is_user_code(getattr(found, "model", "")):
         parser.set_defaults(channels_last=False)  # your code may need torch's own layout, as tensor.view() does

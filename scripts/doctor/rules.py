@@ -396,7 +396,7 @@ def torch_works(case: Case) -> Findings:
                 yield case.error(rank, what, fix)
 
 
-def too_old(driver: str, cuda: str | None) -> str:
+def driver_remedy(driver: str, cuda: str | None) -> str:
     """Return the remedy if a driver is too old for this CUDA, else ""."""
     major = (cuda or "").split(".")[0]
     least, number = DRIVERS.get(major, 0), driver.split(".")[0]
@@ -423,7 +423,7 @@ def gpus_visible(case: Case) -> Findings:
             fix = "is CUDA_VISIBLE_DEVICES empty"
             if why := torch.get("cuda_error"):
                 what, fix = f"{what} ({why})", "see its driver and, with NVSwitch, its fabric manager"
-            fix = too_old(listed[0].get("driver_version", ""), torch["cuda"]) or fix
+            fix = driver_remedy(listed[0].get("driver_version", ""), torch["cuda"]) or fix
             yield case.error(rank, what, fix)
         elif devices and len(devices) < nproc:
             what = f"{nproc} processes for {len(devices)} GPUs: all would use the CPU"

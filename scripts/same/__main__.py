@@ -52,12 +52,12 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     add("--loss", default="", metavar="REGEX", help="regular expression whose first group is the loss in a line")
     add("--timeout-s", type=positive_float, default=600.0, metavar="S", help="longest time of a run")
     args = parse(parser, argv)
-    check_words(args)
+    check_variables(args)
     check_sizes(args)
     return args
 
 
-def check_words(args: Namespace) -> None:
+def check_variables(args: Namespace) -> None:
     """Raise UserError if SCRIPT, WORKDIR, LOSS or LAUNCH is invalid; make SCRIPT absolute, set args.workdir."""
     if not args.script:
         raise UserError("SCRIPT is empty; name the script: make same SCRIPT=train.py")

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from recipes.common.errors import UserError
-from slurm.sweep import grid_points, words
+from slurm.sweep import grid_points, point_argv
 from tests.support import ROOT
 
 
@@ -20,7 +20,7 @@ def test_the_points_are_the_product_in_the_order_of_the_words():
     assert [tuple(point.values()) for point in points] == [
         ("0.1", "1"), ("0.1", "2"), ("0.1", "3"), ("0.2", "1"), ("0.2", "2"), ("0.2", "3"),
     ]  # fmt: skip
-    assert words(points[4]) == ["--lr", "0.2", "--seed", "2"]
+    assert point_argv(points[4]) == ["--lr", "0.2", "--seed", "2"]
     assert grid_points("model=lenet") == [{"model": "lenet"}]
     assert grid_points("--global_batch_size=64") == [{"global-batch-size": "64"}]
     assert grid_points("config=a=b.yaml") == [{"config": "a=b.yaml"}]
