@@ -1,4 +1,4 @@
-"""The fused optimizer of GPUs, by torch's kernel of the same name for CPUs and by fake tensors; TF32."""
+"""The learning rate; the fused optimizer of GPUs, by the kernel of that name for CPUs and fake tensors; TF32."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from recipes.common.optim import build_optimizer, build_scaler, optimizer_state, optimizer_step
+from recipes.common.optim import build_optimizer, build_scaler, learning_rate, optimizer_state, optimizer_step
 from recipes.common.restore import load_optimizer_state
 from recipes.common.seeding import choose_kernels
 from recipes.single import train as single
@@ -161,3 +161,27 @@ def test_a_checkpoint_numbers_parameters_alike_with_and_without_their_decay():
         load_optimizer_state(optimizer, content)
         assert [optimizer.state[p]["momentum_buffer"].mean().item() for p in parameters] == [*range(6)]
         assert optimizer_state(optimizer)["state"].keys() == content["state"].keys()
+
+
+class TestLearningRate:
+    def test_warm_up_is_linear_then_cosine_to_zero(self):
+        args = single.options(["--lr", "0.8", "--warmup-steps", "4"])
+        rates = [learning_rate(args, step, 12) for step in range(13)]
+        assert rates[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
+        assert rates[4] == pytest.approx(0.8)
+        assert rates[8] == pytest.approx(0.4)  # half way
+        assert rates[6] == pytest.approx(0.8 * (1 + math.cos(math.pi / 4)) / 2)
+        assert rates[12] == pytest.approx(0, abs=1e-12)
+
+    def test_constant_stays(self):
+        args = single.options(["--lr", "0.8", "--warmup-steps", "0", "--lr-schedule", "constant"])
+        assert {learning_rate(args, step, 12) for step in range(12)} == {0.8}
+
+    @pytest.mark.parametrize(("batch", "rate"), [(256, 0.5), (64, 0.125), (1024, 2.0)])
+    def test_the_linear_scaling_rule(self, batch, rate):
+        argv = ["--lr", "0.5", "--scale-lr", "--global-batch-size", str(batch), "--warmup-steps", "0"]
+        assert learning_rate(single.options(argv), 0, 10) == pytest.approx(rate)
+
+    def test_a_warm_up_longer_than_the_run(self):
+        args = single.options(["--lr", "1", "--warmup-steps", "100"])
+        assert learning_rate(args, 9, 10) == pytest.approx(0.1)

@@ -1,20 +1,23 @@
 """Options from the command line and from a file, and what is refused, in one line with the remedy."""
 
+import dataclasses
 import gc
 import importlib
 import io
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
-from recipes.common.errors import UserError
+from recipes.common.errors import UserError, nearest
 from recipes.common.optim import learning_rate
 from recipes.common.options import Parser, check_batch
 from recipes.common.process.entry import run_main
 from recipes.ddp import train as ddp
 from recipes.single import train as single
+from recipes.single.train import options
 from scripts.launch.command import command
 from tests.conftest import refused
 from tests.support import ROOT
@@ -337,3 +340,15 @@ def test_without_horovod_its_recipe_says_how_to_build_it(monkeypatch):
         train.main(["--epochs", "1"])
     with pytest.raises(UserError, match="unknown option --epoch"):
         train.main(["--epoch", "1"])
+
+
+def test_nearest_names_one_word_or_none():
+    assert nearest("digit", ["digits", "cifar10"]) == "; did you mean 'digits'?"
+    assert nearest("zzz", ["digits"]) == ""
+
+
+def test_options_are_read_only():
+    args = options([])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        args.seed = 5
+    assert args.data_dir == Path("data")

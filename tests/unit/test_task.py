@@ -17,7 +17,7 @@ from recipes.common.models.models import build_model
 from recipes.common.optim import build_optimizer, optimizer_state
 from recipes.common.options import STANDARD_LIBRARY
 from recipes.common.restore import load_optimizer_state
-from recipes.common.task import SKIPPED, Classification
+from recipes.common.task import SKIPPED, Classification, in_float
 from recipes.pipeline.partition import PartModule, merge_states, own_state, plan_parts, stages_of, state_of
 from recipes.single.train import options
 from tests.conftest import refused
@@ -309,3 +309,9 @@ class TestGPT:
         _, _, model = gpt()
         names = [f"{layer}.{key}" for layer, module in layers(model) for key in module.state_dict()]
         assert sorted(names) == sorted(model.state_dict())
+
+
+def test_a_complex_output_keeps_its_imaginary_part():
+    output = torch.tensor([1 + 2j])
+    assert in_float(output) is output
+    assert in_float(torch.ones(2, dtype=torch.bfloat16)).dtype == torch.float32

@@ -1,4 +1,4 @@
-"""What ranks send one another: values, and never code."""
+"""What ranks send one another: values, and never code; their shares of samples, and where they are."""
 
 import contextlib
 import dataclasses
@@ -22,10 +22,10 @@ from recipes.common.nonfinite import NonFiniteError
 from recipes.common.process.ranks import Ranks
 from recipes.common.process.rendezvous_errors import MissingNodeError
 from recipes.common.world import world as world_module
-from recipes.common.world.agreement import run_on_all_ranks
+from recipes.common.world.agreement import run_on_all_ranks, shard
 from recipes.common.world.devices import choose_device, choose_devices
 from recipes.common.world.peers import Peers
-from recipes.common.world.places import Place
+from recipes.common.world.places import Place, describe, shorten
 from recipes.common.world.world import MANY, NO_PICKLE, World, bounded, connect
 from recipes.horovod import train as horovod
 from scripts.launch.local import free_port
@@ -254,3 +254,41 @@ def test_a_gpu_that_does_not_work_is_not_replaced_by_the_cpu_unasked(monkeypatch
     with pytest.raises(UserError, match=r"^cuda:0 on \S+ does not work: CUDA call failed .*: invalid; see `make"):
         choose_devices("auto")
     assert choose_devices("cpu") == [torch.device("cpu")]
+
+
+class TestShares:
+    @pytest.mark.parametrize("world_size", [1, 2, 3, 7, 64])
+    @pytest.mark.parametrize("count", [0, 1, 2, 63, 64, 360])
+    def test_shares_are_disjoint_whole_and_even(self, world_size, count):
+        indices = torch.arange(count) * 3
+        shares = [shard(indices, rank, world_size) for rank in range(world_size)]
+        assert torch.equal(torch.cat(shares), indices)
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("places", "lines"),
+    [
+        ([Place("a", "CPU")], ["rank 0 on a: CPU"]),
+        ([Place("a", "CPU")] * 2 + [Place("b", "CPU")], ["ranks 0-1 on a: CPU", "rank 2 on b: CPU"]),
+        ([Place("a", "H200", i) for i in range(4)], ["ranks 0-3 on a: cuda:0-3 H200"]),
+        ([Place("a", "H200", 1), Place("a", "H200", 0)], ["ranks 0-1 on a: cuda:1,0 H200"]),
+        (
+            [Place("a", "H200", 0, "IB"), Place("b", "H200", 0, "IB")],
+            [f"rank {i} on {h}: cuda:0 H200, NCCL over IB" for i, h in enumerate("ab")],
+        ),
+        ([Place("a", "H200", i, "Socket") for i in range(2)], ["ranks 0-1 on a: cuda:0-1 H200"]),
+        ([Place("a", "A", 0), Place("a", "B", 1)], ["rank 0 on a: cuda:0 A", "rank 1 on a: cuda:1 B"]),
+    ],
+)
+def test_a_line_tells_where_ranks_are(places, lines):
+    assert describe(places) == lines
+
+
+def test_a_thousand_nodes_are_told_in_eight_lines():
+    lines = describe([Place(f"node-{i // 8}", "H100", i % 8) for i in range(1024)])
+    assert len(lines) == 128
+    shown = shorten(lines)
+    assert shown[:7] == lines[:7]
+    assert shown[7:] == ["... and 121 more such lines in config.json"]
+    assert shorten(lines[:8]) == lines[:8]

@@ -1,0 +1,203 @@
+"""A training job: which batches come next, what is due when, votes, evaluations and restored checkpoints."""
+
+import dataclasses
+import math
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from recipes.common import loop
+from recipes.common.checkpoint.checkpoint import Position
+from recipes.common.data.workers import WorkerError
+from recipes.common.errors import UserError
+from recipes.common.job import MOST_MS
+from recipes.common.process.signals import GO, STOP, vote_interval
+from recipes.common.restore import restore
+from recipes.common.task import Classification
+from tests.tiny import tiny_job
+
+
+class TestJob:
+    def test_a_run_is_complete_although_its_sample_does_not_fit_the_device(self):
+        """A pipeline's model may be spread over several devices because it is too large for one."""
+
+        class Telling(Classification):
+            def sample(self, model, device):
+                return "a sample"
+
+        job, printed = tiny_job("--epochs", "1"), []
+        job.data = dataclasses.replace(job.data, task=Telling())
+        job.position = Position(step=job.total_steps, epoch=1)
+        job.model.register_parameter("elsewhere", torch.nn.Parameter(torch.empty(1, device="meta")))
+        progress = SimpleNamespace(say=printed.append)
+        job.record = SimpleNamespace(
+            progress=progress, write_result=lambda **result: result, print_result=printed.append
+        )
+        job.writer = SimpleNamespace(stalls_s=[0.25, 0.75], wait=lambda bound_s: printed.append("waited") is None)
+        job.finish()
+        waited, warning, result = printed
+        assert waited == "waited", "for the last checkpoint, before the result"
+        assert (result["checkpoints"], result["checkpoint_stall_s"]) == (2, 0.5)
+        assert result["peak_memory_bytes"] > 50e6, "as torch alone has"
+        assert warning.startswith("warning: the sample failed: NotImplementedError: Cannot copy out of meta")
+        assert result["step"] == job.total_steps
+
+    @pytest.mark.parametrize("value", [0.5, math.nan, math.inf])
+    def test_an_evaluation_that_is_not_finite_is_said(self, value):
+        job, printed = tiny_job("--epochs", "1"), []
+        job.data = dataclasses.replace(job.data, task=Classification())
+        progress = SimpleNamespace(say=printed.append)
+        job.record = SimpleNamespace(log_epoch=lambda **values: None, progress=progress)
+        job.end_epoch({"test_loss": 1.0, "test_accuracy": value})
+        why = ": look at the test data, and at what the model returns"
+        assert printed == ([] if value == 0.5 else [f"warning: test_accuracy is {value}{why}"])
+
+    def test_a_line_that_nobody_reads_is_a_vote(self):
+        job, errors = tiny_job(), []
+        say = Mock(side_effect=UserError("nobody reads standard output any more"))
+        job.stop, job.record = (
+            SimpleNamespace(fail=errors.append),
+            SimpleNamespace(progress=SimpleNamespace(say=say)),
+        )
+        job.say("warning: skipped step 3")
+        assert [str(error) for error in errors] == ["nobody reads standard output any more"]
+
+    @pytest.mark.parametrize(
+        ("error", "gathers", "saved"),
+        [
+            (UserError("of all ranks"), False, ["all"]),
+            (UserError("of all ranks"), True, ["all"]),
+            (WorkerError("of one rank"), False, ["alone", "written"]),
+            (WorkerError("of one rank"), True, []),
+            (RuntimeError("of one rank"), False, ["alone", "written"]),
+            (RuntimeError("of one rank"), True, []),
+        ],
+    )
+    def test_a_rank_that_alone_fails_in_an_evaluation_waits_for_no_other(self, monkeypatch, error, gathers, saved):
+        job, found = tiny_job("--epochs", "1"), []
+        job.save, job.writer = lambda: found.append("alone"), SimpleNamespace(wait=lambda: found.append("written"))
+        monkeypatch.setattr(loop, "train_one_epoch", lambda job, technique: GO)
+        monkeypatch.setattr(loop, "evaluate", Mock(side_effect=error))
+        monkeypatch.setattr(loop, "save_checkpoint", lambda job, technique: found.append("all"))
+        with pytest.raises(type(error)):
+            loop.train_epochs(job, SimpleNamespace(gather_state=found.copy if gathers else None))
+        assert found == saved
+
+    @pytest.mark.parametrize(
+        ("flag", "place", "expected"),
+        [
+            ("--async-checkpoints", (2, 0), ["waited", "copy"]),
+            ("--async-checkpoints", (3, 1), ["waited", "copy"]),
+            ("--async-checkpoints", (12, 4), ["waited", "itself", "waited"]),
+            ("--no-async-checkpoints", (2, 0), ["waited", "itself", "waited"]),
+        ],
+        ids=["step", "epoch", "end", "not async"],
+    )
+    def test_training_goes_on_only_beside_a_copy(self, flag, place, expected):
+        """What is written without a copy is on the disk before a weight changes."""
+        job, seen = tiny_job("--epochs", "4", "--checkpoint-every", "2", flag), []
+        job.position.step, job.position.epoch = place
+        job.record = SimpleNamespace()
+        job.writer = SimpleNamespace(
+            begin=lambda content, is_best, copies: seen.append("copy" if copies else "itself"),
+            wait=lambda bound_s: seen.append("waited") is None,
+        )
+        loop.save_checkpoint(job, SimpleNamespace(gather_state=None))
+        assert seen == expected
+
+    def test_steps(self):
+        job = tiny_job("--epochs", "4")
+        assert (job.steps_per_epoch, job.total_steps, job.epoch_end) == (3, 12, 3)
+        assert job.eval_batch_size == 30, "no more samples than in a pass of training, which fits in memory"
+        assert tiny_job("--epochs", "4", "--max-steps", "7").total_steps == 7
+        assert tiny_job("--epochs", "4", "--max-steps", "70").total_steps == 12
+
+    def test_batches_of_an_epoch_are_disjoint_and_go_on_at_the_step(self):
+        job = tiny_job()
+        batches = list(job.global_batches())
+        assert [len(batch) for batch in batches] == [30, 30, 30]
+        assert len(set(torch.cat(batches).tolist())) == 90
+        job.position.step = 2
+        assert torch.equal(next(job.global_batches()), batches[2])
+        assert len(list(job.global_batches())) == 1
+        job.position.step, job.position.epoch = 3, 1
+        assert not torch.equal(next(job.global_batches()), batches[0])
+
+    @pytest.mark.parametrize(
+        ("world_size", "voting"),
+        [
+            (1, range(6)),
+            (64, range(6)),
+            (65, [0, 1, 2, 3, 5]),
+            (4096, [0, 1, 2, 3, 5]),
+        ],
+    )
+    def test_many_ranks_vote_seldom_but_before_all_that_is_saved(self, world_size, voting):
+        """Epochs end after steps 3 and 6, and every fourth step writes a checkpoint: all vote before these.
+
+        In the first two steps, they do not know yet how long a step takes.
+        """
+        job = tiny_job("--epochs", "2", "--checkpoint-every", "4")
+        job.peers.world_size = world_size
+        seen = []
+        for step in range(6):
+            job.position.step, job.position.epoch = step, step // 3
+            if job.is_vote_due():
+                seen.append(step)
+                assert job.begin_vote()() == GO
+        assert seen == list(voting)
+
+    def test_ranks_with_long_steps_vote_more_often(self):
+        assert [vote_interval(1024, step_s) for step_s in (0.05, 0.5, 1.0, 8.0)] == [16, 10, 5, 1]
+        assert vote_interval(64, 0.05) == 1
+        job = tiny_job()
+        job.peers.world_size = 1024
+        # The slowest rank's step takes a second.
+        job.peers.begin_vote = lambda vote: lambda: max(vote, STOP * (MOST_MS + 1) + 1000)
+        job.position.step = 3
+        assert job.begin_vote()() == STOP
+        job.position.step = 7
+        assert not job.is_vote_due()
+        job.position.step = 8
+        assert job.is_vote_due()
+
+    @pytest.mark.parametrize(
+        ("step", "epoch", "complete"), [(0, 0, False), (11, 3, False), (12, 3, False), (12, 4, True)]
+    )
+    def test_complete_means_evaluated(self, step, epoch, complete):
+        job = tiny_job("--epochs", "4")
+        job.position.step, job.position.epoch = step, epoch
+        assert job.is_complete is complete
+
+    def test_when_things_are_due(self):
+        job = tiny_job("--log-every", "2", "--checkpoint-every", "2", "--epochs", "4")
+        due = []
+        for step in range(1, 4):
+            job.position.step = step
+            due.append((job.is_log_due(), job.is_checkpoint_due()))
+        assert due == [(False, False), (True, True), (False, False)]
+
+    def test_the_scale_of_fp16_is_restored(self):
+        job, other = tiny_job("--amp", "fp16"), tiny_job("--amp", "fp16")
+        state = {**other.scaler.state_dict(), "scale": 8.0, "_growth_tracker": 5}
+        model, optimizer = other.model.state_dict(), other.optimizer.state_dict()
+        position = {"step": 3, "epoch": 1, "test_accuracy": 0.5, "best_accuracy": 0.5}
+        content = {"model": model, "optimizer": optimizer, "scaler": state, "position": position}
+        restore(job, {**content, "skipped_steps": 2})
+        assert job.scaler.state_dict() == state
+        assert job.guard.skipped == 2
+        assert (job.position.step, job.position.epoch) == (3, 1)
+        # Written before there were tasks other than classification.
+        assert (job.position.averages, job.position.best_score) == ({"test_accuracy": 0.5}, 0.5)
+
+    def test_a_checkpoint_of_another_model_is_refused_in_one_line(self):
+        job = tiny_job()
+        other = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}
+        with pytest.raises(UserError) as caught:
+            restore(job, {"model": other, "optimizer": job.optimizer.state_dict(), "scaler": {}})
+        assert str(caught.value) == (
+            "the checkpoint does not fit this run: weight is (2, 2) there, and (1, 1) in --model lenet (2 tensors "
+            "differ); use the model that it is of, or start a new run without --resume"
+        )

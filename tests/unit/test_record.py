@@ -1,0 +1,337 @@
+"""The record of a run: what rank 0 writes to runs/NAME, and which run a launch may write to."""
+
+import contextlib
+import errno
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import subprocess
+from datetime import datetime, timedelta
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from recipes.common.checkpoint.checkpoint import Position, pack
+from recipes.common.errors import UserError
+from recipes.common.loop import begin_run
+from recipes.common.record import facts
+from recipes.common.record.earlier_launches import rename_report
+from recipes.common.record.facts import hardware, versions
+from recipes.common.record.record import open_run
+from recipes.common.world.places import Place
+from recipes.single.train import options
+from tests.support import contents
+from tests.tiny import tiny_job
+
+
+class TestRecord:
+    def open(self, folder, *argv, recipe="single"):
+        args = options(["--runs-dir", str(folder), "--no-tensorboard", *argv])
+        record, content = open_run(args, recipe, [Place("a", "CPU, 1 thread a process")] * 2)
+        record.begin(content["position"]["step"] if content else 0, total_steps=100, is_complete=False)
+        return record, content
+
+    def log(self, record, step, loss=1.0):
+        record.log_step(step=step, epoch=1, loss=loss, lr=0.1, samples_per_s=1.0)
+
+    def write_checkpoint(self, record, step, is_best=False):
+        record.checkpoints.write(pack(record.args, Position(step=step), {}, {}, {}), is_best)
+
+    def test_config_tells_what_was_run(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("MAKE_LINE", "make run RECIPE=single")
+        record, content = self.open(tmp_path, "--name", "a", "--seed", "3")
+        assert content is None
+        config = json.loads((record.folder / "config.json").read_text())
+        assert config["recipe"] == "single"
+        assert config["options"]["seed"] == 3
+        assert config["options"]["runs_dir"] == str(tmp_path)
+        assert config["versions"]["torch"] == torch.__version__
+        assert config["versions"]["torchvision"] == version("torchvision")
+        assert config["versions"].keys() >= {"cuda", "nccl", "driver"}
+        assert config["hardware"]["cpus"] == os.cpu_count()
+        models = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        assert config["hardware"]["cpu"] == (models[0] if models else None)
+        if not torch.cuda.is_available():  # also where torch counts GPUs that its CUDA cannot use
+            monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+            assert hardware()["gpus"] == []
+        assert [launch["world_size"] for launch in config["launches"]] == [2]
+        assert config["launches"][0]["make"] == "make run RECIPE=single"
+
+    @pytest.mark.parametrize(
+        ("line", "words"),
+        [
+            ("make run RECIPE=single", "resume with: make run RECIPE=single NAME=a ARGS='--resume auto'"),
+            (
+                "make run NAME=b NODES=2 ARGS='--data-dir \"my data\"'",
+                "resume with: make run NAME=a NODES=2 ARGS='--data-dir \"my data\" --resume auto'",
+            ),
+            ("make compare RECIPES=single", "resume with --name a --resume auto and the other options as before"),
+        ],
+    )
+    def test_a_stopped_run_prints_how_to_resume_it(self, tmp_path, monkeypatch, capsys, line, words):
+        monkeypatch.setenv("MAKE_LINE", line)
+        record, _ = self.open(tmp_path, "--name", "a")
+        record.leave("SIGTERM", tmp_path / "x.pt")
+        assert capsys.readouterr().out.splitlines()[-2:] == [f"stopped by SIGTERM: wrote {tmp_path}/x.pt", words]
+
+    def test_a_package_that_is_not_there_has_no_version(self, monkeypatch):
+        monkeypatch.setattr("sys.path", [])
+        assert versions()["torchvision"] is None
+
+    def test_the_result_has_the_best_evaluation_and_when_the_run_ended(self, tmp_path, capsys):
+        record, _ = self.open(tmp_path, "--name", "a")
+        self.log(record, 100)
+        record.log_epoch(epoch=1, step=100, test_loss=1.0, test_accuracy=0.5, train_s=1.0)
+        result = {"world_size": 2, "step": 100, "test_accuracy": 0.5, "best_test_accuracy": 0.75}
+        record.print_result(record.write_result(headline="test_accuracy", **result, samples_per_s=1.0))
+        written = json.loads((record.folder / "result.json").read_text())
+        assert written["best_test_accuracy"] == 0.75
+        assert abs(datetime.now().astimezone() - datetime.fromisoformat(written["ended"])) < timedelta(minutes=1)
+        kinds = [json.loads(line)["kind"] for line in (record.folder / "metrics.jsonl").read_text().splitlines()]
+        assert kinds == ["step", "epoch"]
+        last = f"result recipe=single world_size=2 test_accuracy=0.5000 samples_per_s=1 record={record.folder}\n"
+        assert capsys.readouterr().out.endswith(last)
+
+    def test_a_complete_run_prints_the_headline_of_its_own_result(self, tmp_path, capsys):
+        """The task's code may have another headline by now; results of version 0.1.0 do not name theirs."""
+        record, _ = self.open(tmp_path, "--name", "a")
+        record.write_result(headline="test_error", world_size=2, step=9, test_error=0.25, samples_per_s=1.0)
+        path = record.folder / "result.json"
+        old = {"recipe": "a", "world_size": 2, "step": 9, "samples_per_s": 1, "test_accuracy": 0.5}
+        args = options(["--runs-dir", str(tmp_path), "--name", "a", "--resume", "auto"])
+        self.write_checkpoint(record, 9)
+        for result, last in ((json.loads(path.read_text()), "test_error=0.2500"), (old, "test_accuracy=0.5000")):
+            path.write_text(json.dumps(result))
+            record, _ = open_run(args, "single", [])
+            record.begin(9, total_steps=9, is_complete=True)
+            record.print_result(record.write_result(headline="test_bits", world_size=1, test_bits=1.0))
+            assert last in capsys.readouterr().out.splitlines()[-1]
+
+    def test_a_result_that_is_not_finite_is_null_and_printed_as_nan(self, tmp_path, capsys):
+        """JSON has no NaN: other programs would refuse the whole file."""
+        record, _ = self.open(tmp_path, "--name", "a")
+        values = {"world_size": 1, "step": 9, "test_loss": math.nan, "best_test_loss": math.inf}
+        record.print_result(record.write_result(headline="test_loss", **values, samples_per_s=1.0))
+        written = json.loads((record.folder / "result.json").read_text(), parse_constant=pytest.fail)
+        assert (written["test_loss"], written["best_test_loss"]) == (None, None)
+        args = options(["--runs-dir", str(tmp_path), "--name", "a", "--resume", "auto"])
+        self.write_checkpoint(record, 9)
+        again, _ = open_run(args, "single", [])
+        again.begin(9, total_steps=9, is_complete=True)
+        again.print_result(again.write_result(headline="test_loss", **values, samples_per_s=1.0))
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("result ")]
+        assert [line.split()[3] for line in lines] == ["test_loss=nan"] * 2
+
+    def test_events_that_cannot_be_written_are_one_line(self, tmp_path):
+        """TensorBoard's thread keeps the error and raises it in a later call."""
+        record, _ = self.open(tmp_path, "--name", "a")
+        fail = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        for call in (lambda: self.log(record, 1), record.close):
+            record._events = SimpleNamespace(add_scalar=fail, close=fail)
+            with pytest.raises(UserError, match=r"cannot write .*a.*: No space left on device"):
+                call()
+
+    def test_names_count_up(self, tmp_path):
+        names = [self.open(tmp_path)[0].folder.name for _ in range(3)]
+        assert names == ["single-001", "single-002", "single-003"]
+        assert self.open(tmp_path, recipe="ddp")[0].folder.name == "ddp-001"
+        (tmp_path / "single-1203").mkdir()
+        assert self.open(tmp_path)[0].folder.name == "single-1204"
+
+    def test_a_taken_name_is_refused(self, tmp_path):
+        self.open(tmp_path, "--name", "a")
+        with pytest.raises(UserError, match=r"a exists; add --resume auto .*--overwrite .*another --name"):
+            self.open(tmp_path, "--name", "a")
+
+    def test_overwrite_of_what_is_no_run_is_not_told_to_overwrite(self, tmp_path):
+        args = options(["--runs-dir", str(tmp_path), "--name", "a", "--overwrite"])
+        open_run(args, "single", [])  # claims the name; config.json is written once all ranks have restored
+        with pytest.raises(UserError, match=r"a exists and is not a run; choose another --name"):
+            open_run(args, "single", [])
+
+    def test_overwrite_deletes_runs_only(self, tmp_path):
+        record, _ = self.open(tmp_path, "--name", "a")
+        self.log(record, 1)
+        record, _ = self.open(tmp_path, "--name", "a", "--overwrite")
+        assert (record.folder / "metrics.jsonl").read_text() == ""
+        (tmp_path / "precious").mkdir()
+        (tmp_path / "precious" / "thesis.txt").write_text("years of work")
+        with pytest.raises(UserError, match="exists"):
+            self.open(tmp_path, "--name", "precious", "--overwrite")
+        assert (tmp_path / "precious" / "thesis.txt").read_text() == "years of work"
+
+    def test_a_launchers_logs_are_no_run_and_stay(self, tmp_path):
+        log = tmp_path / "a" / "slurm" / "n1.txt"
+        log.parent.mkdir(parents=True)
+        log.write_text("n1: fabric tcp\n")
+        for argv in ([], ["--overwrite"]):
+            record, _ = self.open(tmp_path, "--name", "a", *argv)
+            assert (record.folder / "config.json").exists()
+            assert log.read_text() == "n1: fabric tcp\n"
+        with pytest.raises(UserError, match="exists"):
+            self.open(tmp_path, "--name", "a")
+
+    @pytest.mark.parametrize("flag", ["--resume=auto", "--overwrite"])
+    def test_of_two_jobs_of_a_run_the_older_writes_nothing_more(self, tmp_path, flag):
+        def write_all(record, step):
+            yield lambda: self.log(record, step)
+            yield lambda: self.write_checkpoint(record, step)
+            yield lambda: record.write_result(headline="test_loss", world_size=1, test_loss=1.0, samples_per_s=1.0)
+
+        older, _ = self.open(tmp_path, "--name", "a")
+        for write in write_all(older, 5):
+            write()
+        newer, _ = self.open(tmp_path, "--name", "a", flag)
+        before = contents(older.folder)
+        owner = rf"on {re.escape(socket.gethostname())} \(pid {os.getpid()}\) at 20.*; this job stops"
+        for write in write_all(older, 9):
+            with pytest.raises(UserError, match=f"another job has taken over the run .*a, {owner}"):
+                write()
+        assert contents(older.folder) == before
+        for write in write_all(newer, 9):
+            write()
+
+    def test_a_checkpoint_is_not_added_to_a_run_that_was_taken_over_meanwhile(self, tmp_path, monkeypatch):
+        record, _ = self.open(tmp_path, "--name", "a")
+        save = torch.save
+
+        def save_late(*args):
+            save(*args)
+            self.open(tmp_path, "--name", "a", "--resume", "auto")
+
+        monkeypatch.setattr(torch, "save", save_late)
+        with pytest.raises(UserError, match="another job has taken over the run"):
+            self.write_checkpoint(record, 5, is_best=True)
+        assert [path.suffix for path in (record.folder / "checkpoints").iterdir()] == [".tmp"]
+
+    @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EACCES, None])
+    def test_what_cannot_be_read_for_a_moment_is_no_other_job(self, tmp_path, monkeypatch, error):
+        record, _ = self.open(tmp_path, "--name", "a")
+        config, read = record.folder / "config.json", Path.read_text
+
+        def fail(path, *args, **options):
+            if path != config:
+                return read(path, *args, **options)
+            if error:
+                raise OSError(error, os.strerror(error), str(path))
+            return read(path, *args, **options)[:100]  # as an editor leaves it that is saving it
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_text", fail)
+            self.log(record, 1)
+            self.write_checkpoint(record, 1)
+        assert json.loads((record.folder / "metrics.jsonl").read_text())["step"] == 1
+        assert [path.name for path in record.checkpoints.paths()] == ["step-000000001.pt"]
+        self.open(tmp_path, "--name", "a", "--resume", "auto")
+        with pytest.raises(UserError, match="another job has taken over the run"):
+            self.log(record, 2)
+
+    def test_a_run_that_another_job_is_about_to_replace_is_not_written_to(self, tmp_path):
+        """Otherwise its checkpoint would count as one of the new run."""
+        record, _ = self.open(tmp_path, "--name", "a")
+        for path in record.folder.iterdir():
+            path.unlink()  # as --overwrite does before it writes its own
+        for write in (self.log, self.write_checkpoint):
+            with pytest.raises(UserError, match=r"a/config\.json is gone: another job replaces the run,.* stops"):
+                write(record, 1)
+        assert list(record.folder.iterdir()) == []
+
+    @pytest.mark.parametrize("flags", [[], ["--overwrite"]])
+    def test_what_another_rank_refuses_changes_no_record(self, tmp_path, flags):
+        """For example, a pipeline stage does not fit its part of the checkpoint, but rank 0's stage does."""
+        if flags:
+            self.open(tmp_path, "--name", "a")
+        before = contents(tmp_path)
+        job = tiny_job("--runs-dir", str(tmp_path), "--name", "a", "--no-tensorboard", *flags)
+        errors = [None]
+
+        def open_folder(value):
+            errors.append(UserError("rank 1's part does not fit"))
+            return value
+
+        job.peers = SimpleNamespace(
+            rank=0,
+            watch=lambda name: contextlib.nullcontext(),
+            gather_objects=lambda value: [value, errors[-1] if value is None else value],
+            broadcast_object=open_folder,
+        )
+        with pytest.raises(UserError, match="rank 1's part does not fit"):
+            begin_run(job)
+        assert contents(tmp_path) == before
+        assert os.listdir(tmp_path) == (["a"] if flags else [])
+
+    def test_lines_beyond_the_checkpoint_and_a_cut_line_are_dropped(self, tmp_path):
+        record, _ = self.open(tmp_path, "--name", "a")
+        for step in range(1, 8):
+            self.log(record, step)
+        self.write_checkpoint(record, 5)
+        with open(record.folder / "metrics.jsonl", "a") as file:
+            file.write('{"step": 8, "lo')
+        record, content = self.open(tmp_path, "--name", "a", "--resume", "auto")
+        assert content["position"]["step"] == 5
+        self.log(record, 6, 2.0)
+        lines = [json.loads(line) for line in (record.folder / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+        assert lines[-1]["loss"] == 2.0
+
+    @pytest.mark.parametrize("target", ["missing", "empty"])
+    def test_resume_of_nothing_by_path_is_refused(self, tmp_path, target):
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(UserError, match=r"--resume .*(no such file|no checkpoints)"):
+            self.open(tmp_path, "--resume", str(tmp_path / target))
+        assert sorted(os.listdir(tmp_path)) == ["empty"], "a refusal leaves no run behind"
+
+    def test_a_runs_folder_that_cannot_be_made_is_refused(self, tmp_path):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(UserError, match=r"cannot write .*file"):
+            self.open(tmp_path / "file" / "runs")
+
+    def test_tensorboard_events_hold_the_same_numbers(self, tmp_path):
+        """A launch that resumes from step 1 takes the later ones back."""
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        for begun, steps, expected in (
+            (0, (1, 2, 3), [(1, 0.5), (2, 1.0), (3, 1.5)]),
+            (1, (2,), [(1, 0.5), (2, 1.0)]),
+        ):
+            args = options(["--runs-dir", str(tmp_path), "--name", "a", *["--resume", "auto"] * begun])
+            record, _ = open_run(args, "single", [Place("a", "CPU, 1 thread a process")])
+            record.begin(begun, total_steps=100, is_complete=False)
+            for step in steps:
+                self.log(record, step, step / 2)
+            record.checkpoints.write(pack(args, Position(step=1), {}, {}, {}))
+            record.close()
+            events = EventAccumulator(str(record.folder)).Reload()
+            assert [(event.step, event.value) for event in events.Scalars("loss")] == expected
+
+    def test_no_report_of_a_hang_takes_the_place_of_another(self, tmp_path):
+        for text in ("first", "second"):
+            (tmp_path / "hang-report.txt").write_text(text)
+            rename_report(tmp_path)
+        assert [(tmp_path / f"hang-report-{i}.txt").read_text() for i in (1, 2)] == ["first", "second"]
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="there is no git; install it")
+def test_an_archive_within_another_repository_has_no_revision(tmp_path, monkeypatch):
+    def git(*words):
+        own = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        return subprocess.run(own, capture_output=True, text=True, check=True).stdout.strip()
+
+    monkeypatch.delenv("SOURCE_REVISION", raising=False)
+    path = tmp_path / "archive/facts.py"
+    path.parent.mkdir()
+    path.touch()
+    monkeypatch.setattr(facts, "__file__", str(path))
+    assert facts.revision() is None
+    git("init", "--quiet")
+    git("commit", "--quiet", "--allow-empty", "--message=a")
+    assert facts.revision() is None
+    git("add", ".")
+    assert facts.revision() == git("rev-parse", "HEAD") + "-dirty"
