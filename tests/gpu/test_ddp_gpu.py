@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from recipes.common.data.idle import IdleClock
+from recipes.common.data.idle_clock import IdleClock
 from tests.conftest import need_gpus
 from tests.support import (
     Interrupt,

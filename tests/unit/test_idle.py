@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from recipes.common.data import workers
-from recipes.common.data.idle import IdleClock
+from recipes.common.data.idle_clock import IdleClock
 from recipes.common.data.splits import Normalise
 from recipes.common.data.workers import WorkerError
 from recipes.common.job import Job

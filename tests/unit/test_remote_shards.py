@@ -20,8 +20,8 @@ import torch
 
 from recipes.common.data import load_data
 from recipes.common.data.cache import Cache, is_hole
-from recipes.common.data.remote import open_store
 from recipes.common.data.shards import INDEX, RemoteImages, pack
+from recipes.common.data.stores import open_store
 from recipes.common.data.workers import Keys, add_ahead
 from recipes.common.errors import UserError
 from recipes.common.seeding import permutation
@@ -589,7 +589,7 @@ def test_a_folder_of_any_name_is_asked_for(shards, tmp_path):
 
 def test_a_store_that_gives_no_size_is_one_line(shards, monkeypatch):
     monkeypatch.setattr(
-        "recipes.common.data.remote.file_system", lambda _: type("None", (), {"size": lambda *_: None})()
+        "recipes.common.data.stores.file_system", lambda _: type("None", (), {"size": lambda *_: None})()
     )
     with pytest.raises(UserError, match=r"cannot read memory://x/index\.npz \(it does not report a size"):
         load("memory://x")

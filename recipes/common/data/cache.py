@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from recipes.common.data.remote import Store
+from recipes.common.data.stores import Store
 from recipes.common.errors import UserError
 
 

@@ -6,7 +6,7 @@ order: a run on the shards gives the same numbers as a run on the folder. The la
 too. Those of train are in random order, so that a block of neighbours (--shuffle-block) has many classes.
 
 Images are read in any order, at the places that the index gives: one read from an open file, whose checksum is
-compared. From a server (remote.py), threads read ahead what the next batches need, neighbours with one request,
+compared. From a server (stores.py), threads read ahead what the next batches need, neighbours with one request,
 and a cache (cache.py) may keep it.
 """
 
@@ -33,8 +33,8 @@ from isal import isal_zlib
 from recipes.common.data.cache import Cache, open_cache
 from recipes.common.data.imagefolder import Images, data_of, find_images
 from recipes.common.data.images import read
-from recipes.common.data.remote import PART_BYTES, Store, begin, open_store, printable
 from recipes.common.data.splits import Data, digest
+from recipes.common.data.stores import PART_BYTES, Store, begin, open_store, printable
 from recipes.common.data.workers import Keys, Sample
 from recipes.common.errors import UserError, as_user_error
 from recipes.common.options import Options, url_of

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from recipes.common.data.idle import MAX_IDLE_SHARE, IdleClock
+from recipes.common.data.idle_clock import MAX_IDLE_SHARE, IdleClock
 from recipes.common.data.splits import Batch, Split
 from recipes.common.errors import UserError
 from recipes.common.options import Options

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from recipes.common.data.cache import Cache
-from recipes.common.data.remote import HttpStore
+from recipes.common.data.stores import HttpStore
 
 HEAD_BYTES = 4096
 """More than the head of an answer has."""
