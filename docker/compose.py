@@ -24,7 +24,7 @@ from typing import Any
 
 from recipes.common.errors import UserError
 from recipes.common.options import url_of
-from recipes.common.record.facts import revision
+from recipes.common.record.provenance import revision
 from scripts.launch import script
 from scripts.launch.command import (
     ROOT,

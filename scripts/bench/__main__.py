@@ -25,7 +25,7 @@ import psutil
 import torch
 
 from recipes.common.errors import UserError
-from recipes.common.record.facts import hardware
+from recipes.common.record.provenance import hardware
 from scripts.bench import namespaces
 from scripts.bench.claims import FIGURES, revision
 from scripts.bench.figures import PARTS, Figure, table

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.common.errors import UserError
-from recipes.common.record.facts import revision as revision_of
+from recipes.common.record.provenance import revision as revision_of
 from scripts.bench.figures import Figure, describe_machine, number, table_lines
 from scripts.launch.command import ROOT
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.common.errors import UserError
-from recipes.common.record.facts import revision
+from recipes.common.record.provenance import revision
 from scripts.doctor import kernel_log
 from scripts.doctor.network import call_within
 from scripts.doctor.rules import ECC_FIELD, HOT_FIELDS

@@ -21,9 +21,9 @@ import torch
 from recipes.common.checkpoint.checkpoint import Position, pack
 from recipes.common.errors import UserError
 from recipes.common.loop import begin_run
-from recipes.common.record import facts
+from recipes.common.record import provenance
 from recipes.common.record.earlier_launches import rename_report
-from recipes.common.record.facts import hardware, versions
+from recipes.common.record.provenance import hardware, versions
 from recipes.common.record.record import open_run
 from recipes.common.world.places import Place
 from recipes.single.train import options
@@ -325,13 +325,13 @@ def test_an_archive_within_another_repository_has_no_revision(tmp_path, monkeypa
         return subprocess.run(own, capture_output=True, text=True, check=True).stdout.strip()
 
     monkeypatch.delenv("SOURCE_REVISION", raising=False)
-    path = tmp_path / "archive/facts.py"
+    path = tmp_path / "archive/provenance.py"
     path.parent.mkdir()
     path.touch()
-    monkeypatch.setattr(facts, "__file__", str(path))
-    assert facts.revision() is None
+    monkeypatch.setattr(provenance, "__file__", str(path))
+    assert provenance.revision() is None
     git("init", "--quiet")
     git("commit", "--quiet", "--allow-empty", "--message=a")
-    assert facts.revision() is None
+    assert provenance.revision() is None
     git("add", ".")
-    assert facts.revision() == git("rev-parse", "HEAD") + "-dirty"
+    assert provenance.revision() == git("rev-parse", "HEAD") + "-dirty"

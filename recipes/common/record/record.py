@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any
 from recipes.common.checkpoint.checkpoint import CheckpointFolder, names_in
 from recipes.common.errors import UserError, as_user_error
 from recipes.common.options import Options
-from recipes.common.record.facts import hardware, revision, versions
 from recipes.common.record.progress import Progress
+from recipes.common.record.provenance import hardware, revision, versions
 from recipes.common.world.places import Place, describe, shorten
 
 if TYPE_CHECKING:
