@@ -22,7 +22,7 @@ WORDS = ("--data", "synthetic", "--image-size", "96", "--num-samples", "1000", "
 WORDS += ("--max-steps", "41", "--log-every", "1000", "--lr", "0.001", "--device", "cpu", "--no-tensorboard")
 
 
-def be_a_rank(folder, ports):
+def run_rank(folder, ports):
     for (name, (recipe, *words)), port in zip(VARIANTS.items(), ports, strict=True):
         os.environ["MASTER_PORT"] = port
         module = importlib.import_module(f"recipes.{recipe}.train")
@@ -31,7 +31,7 @@ def be_a_rank(folder, ports):
 
 def main(folder, *ports):
     if ports:
-        be_a_rank(folder, ports)
+        run_rank(folder, ports)
         return
     network.enter("tests.wire_ranks", [folder])
     net = network.Network(2)

@@ -145,7 +145,7 @@ def work_s() -> float:
     return float(times.user + times.nice + times.system + times.irq + times.softirq)
 
 
-def be_a_rank(precision: str, number: int, result: Path) -> None:
+def run_rank(precision: str, number: int, result: Path) -> None:
     """Measure all batch sizes with one precision in `number` rounds; rank 0 writes its own times to `result`."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
@@ -201,4 +201,4 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
 
 
 if __name__ == "__main__":
-    be_a_rank(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    run_rank(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

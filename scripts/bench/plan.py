@@ -66,7 +66,7 @@ def recipe_words(nodes: int, folder: Path) -> list[str]:
 # ---- one rank
 
 
-def be_a_rank(folder: Path) -> None:
+def run_rank(folder: Path) -> None:
     """Measure, then train. Rank 0 writes the measurements to probe.json; the recipe writes the run."""
     dist.init_process_group("gloo")
     words = recipe_words(dist.get_world_size(), folder)
@@ -202,4 +202,4 @@ def time_figure(point: tuple[int, int], predicted: Sequence[Step], real_s: Seque
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(lambda: be_a_rank(Path(sys.argv[1]))))
+    sys.exit(run_main(lambda: run_rank(Path(sys.argv[1]))))
