@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from recipes.common.errors import UserError
-from scripts.launch.command import command, markdown
+from scripts.launch.command import command, markdown_table
 from slurm.training import Run
 
 
@@ -77,7 +77,7 @@ def report(runs: Sequence[Run], statuses: Sequence[int]) -> None:
     for run, result in zip(runs, results, strict=True):
         shown = ["-" if result.get(name) is None else f"{result[name]:.4g}" for name in columns]
         rows.append([run.folder.name, *run.point.values(), *shown])
-    print(markdown(rows), flush=True)
+    print(markdown_table(rows), flush=True)
 
 
 @command

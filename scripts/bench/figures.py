@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from scripts.launch.command import markdown
+from scripts.launch.command import markdown_table
 
 PARTS = {
     **dict.fromkeys(("small-data", "jpeg", "remote", "step", "overlap"), 3),
@@ -154,7 +154,7 @@ def table(figures: Sequence[Figure]) -> str:
     """Return the figures as an aligned Markdown table: the part, then the columns of TITLES."""
     rows = [["part", *TITLES]]
     rows += [[figure.part, *figure.cells()] for figure in figures]
-    return markdown(rows, left=8)
+    return markdown_table(rows, left=8)
 
 
 def number(value: float | None) -> str:

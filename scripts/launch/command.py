@@ -95,7 +95,7 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
             discard_output()
             return 128 + signal.SIGPIPE
         except OSError as error:
-            if error.errno not in FULL or error.filename:
+            if error.errno not in DISK_FULL_ERRORS or error.filename:
                 raise
             print(f"error: cannot write: {error.strerror}; free some space", file=sys.stderr)
             discard_output()
@@ -163,7 +163,7 @@ class Column:
 def table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], left: int = 0) -> str:
     """Return rows of figures as a Markdown table whose first `left` columns are aligned to the left."""
     cells = [[column.cell(row) for column in columns] for row in rows]
-    return markdown([[column.title for column in columns], *cells], left)
+    return markdown_table([[column.title for column in columns], *cells], left)
 
 
 def absolute(path: str | Path) -> Path:
@@ -189,7 +189,7 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """What the system says of a file system that takes no more data."""
 
 
@@ -205,12 +205,12 @@ def temporary_folder() -> Iterator[str]:
         try:
             yield name
         except OSError as error:
-            if error.errno not in FULL or not str(error.filename).startswith(name):
+            if error.errno not in DISK_FULL_ERRORS or not str(error.filename).startswith(name):
                 raise
             raise UserError(f"cannot write {error.filename}: {error.strerror}; {fix}") from None
 
 
-def markdown(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+def markdown_table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """Return rows, the first being the header, as a Markdown table with padded columns.
 
     The first `left` columns are aligned to the left, the others to the right.
