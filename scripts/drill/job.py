@@ -18,7 +18,7 @@ import psutil
 
 from scripts.launch.processes import start_process
 
-MARK = "DRILL_JOB"
+JOB_VARIABLE = "DRILL_JOB"
 """A variable that each process of a job inherits, which also identifies orphans."""
 
 
@@ -72,7 +72,7 @@ class Job:
         inherited = {k: v for k, v in os.environ.items() if k not in ("MAKELEVEL", "MAKEFLAGS", "MIN_NODES")}
         command = [sys.executable, "-m", "scripts.launch.local", recipe, *words]
         with open(log, "ab") as output:
-            env = {**inherited, MARK: self.mark, **env}
+            env = {**inherited, JOB_VARIABLE: self.mark, **env}
             self.process = start_process(command, env, stdout=output, stderr=output)
 
     @property
@@ -82,7 +82,7 @@ class Job:
 
     def processes(self, text: str = "", **variables: str) -> list[psutil.Process]:
         """Return the job's running processes with this text in their command line and these variables."""
-        wanted, found = {MARK: self.mark, **variables}, []
+        wanted, found = {JOB_VARIABLE: self.mark, **variables}, []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 is_ours = wanted.items() <= process.environ().items() and text in " ".join(process.cmdline())

@@ -37,17 +37,17 @@ MUST_MATCH = (
 )
 """Options that a resumed run must share with the run that wrote the checkpoint."""
 
-NAME = re.compile(r"step-(\d{9})\.pt")
-SHARD = re.compile(r"step-\d{9}-\d{5,}-[0-9a-f]{8}\.shard")
+CHECKPOINT_NAME = re.compile(r"step-(\d{9})\.pt")
+SHARD_NAME = re.compile(r"step-\d{9}-\d{5,}-[0-9a-f]{8}\.shard")
 """A file of a sharded checkpoint (shard_files.py)."""
 
-CHECKSUM = struct.Struct("<8sI")
+CHECKSUM_TRAILER = struct.Struct("<8sI")
 """The end of a checkpoint: a mark, and the CRC-32 of every byte before it.
 
 The zip file's own checksums do not cover its directory, which torch relies on: a single flipped bit there makes
 torch mistake a tensor for a folder, and return uninitialised memory in its place.
 """
-MARK = b"crc32 =\0"
+CHECKSUM_MARK = b"crc32 =\0"
 
 
 @dataclass
@@ -111,7 +111,7 @@ class _SummedFile:
         self.file.flush()
 
     def end(self) -> None:
-        self.file.write(CHECKSUM.pack(MARK, self.checksum))
+        self.file.write(CHECKSUM_TRAILER.pack(CHECKSUM_MARK, self.checksum))
         self.flush()
 
 
@@ -137,7 +137,7 @@ class CheckpointFolder:
     def paths(self) -> list[Path]:
         """Return the checkpoints' paths, the newest first; raises OSError if the folder cannot be read."""
         names = sorted(names_in(self.folder), reverse=True)
-        return [self.folder / name for name in names if NAME.fullmatch(name)]
+        return [self.folder / name for name in names if CHECKPOINT_NAME.fullmatch(name)]
 
     def write(self, content: dict[str, Any], is_best: bool = False) -> Path:
         """Write a checkpoint, named by its step, then remove the oldest ones.
@@ -192,11 +192,11 @@ class CheckpointFolder:
     def _remove_shards(self) -> None:
         """Remove the shard files that no checkpoint names: from removed checkpoints and interrupted writes."""
         names = names_in(self.folder)
-        unused = {name for name in names if SHARD.fullmatch(name)}
+        unused = {name for name in names if SHARD_NAME.fullmatch(name)}
         if not unused:
             return
         known, self._shards = self._shards, {}
-        for name in [name for name in names if NAME.fullmatch(name) or name == "best.pt"]:
+        for name in [name for name in names if CHECKPOINT_NAME.fullmatch(name) or name == "best.pt"]:
             path = self.folder / name
             own = identity_of(path)
             try:

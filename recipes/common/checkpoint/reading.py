@@ -18,11 +18,11 @@ import torch
 from isal import isal_zlib
 
 from recipes.common.checkpoint.checkpoint import (
-    CHECKSUM,
+    CHECKSUM_MARK,
+    CHECKSUM_TRAILER,
     FORMAT,
-    MARK,
     MUST_MATCH,
-    SHARD,
+    SHARD_NAME,
     CheckpointFolder,
     names_in,
     reason_of,
@@ -126,7 +126,7 @@ def check_shards(path: Path, files: list[dict[str, Any]]) -> None:
 
     def check(entry: dict[str, Any]) -> None:
         name = entry["name"]
-        if not SHARD.fullmatch(name):
+        if not SHARD_NAME.fullmatch(name):
             raise BadCheckpointError(f"it names {name!r}, which is not a shard file")
         try:
             with open(path.with_name(name), "rb") as file:
@@ -149,11 +149,11 @@ def _read_error(path: Path, error: BaseException) -> UserError:
 
 def _check_bytes(path: Path) -> None:
     with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size - CHECKSUM.size
+        size = os.fstat(file.fileno()).st_size - CHECKSUM_TRAILER.size
         checksum, count = checksum_of(file, size)
         if count < size:
             raise OSError(errno.EIO, "it ended before its length while it was read", str(path))
-        if file.read() != CHECKSUM.pack(MARK, checksum):
+        if file.read() != CHECKSUM_TRAILER.pack(CHECKSUM_MARK, checksum):
             raise BadCheckpointError(
                 "truncated, damaged, or not a checkpoint of this project (its checksum does not match)"
             )
