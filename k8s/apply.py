@@ -36,8 +36,8 @@ from scripts.doctor import __main__ as doctor
 from scripts.launch.command import CommandParser, check_names, check_recipe, command, count, parse
 from scripts.launch.recipe_options import read_option
 
-OURS = "app.kubernetes.io/name=cluster-recipes"
-ONCE = "kubectl apply -f k8s/cluster.yaml makes it, once for a namespace"
+OWN_LABEL = "app.kubernetes.io/name=cluster-recipes"
+APPLY_CLUSTER_YAML = "kubectl apply -f k8s/cluster.yaml makes it, once for a namespace"
 
 KUBECTL_TIMEOUT_S = 60
 """Longest wait for kubectl to answer."""
@@ -183,8 +183,8 @@ REMEDIES = [
     ),
     (r"exceeded quota", "wait for other jobs, ask for fewer NODES or GPUS, or for a larger quota"),
     (r"Insufficient nvidia\.com/gpu", "wait for other jobs, or ask for fewer NODES or GPUS; GPUS=0 needs none"),
-    (r"persistentvolumeclaim \"?[\w-]+\"? not found", ONCE),
-    (r"configmap \"?[\w-]+\"? not found", ONCE),
+    (r"persistentvolumeclaim \"?[\w-]+\"? not found", APPLY_CLUSTER_YAML),
+    (r"configmap \"?[\w-]+\"? not found", APPLY_CLUSTER_YAML),
     (r"unbound immediate PersistentVolumeClaims", "name a storageClassName that exists in k8s/cluster.yaml"),
     (r"field is immutable", "a job's pods cannot be edited: delete the job first, make k8s-delete NAME=..."),
     (r"security context constraint", "OpenShift: oc adm policy add-scc-to-user nonroot-v2 -z default"),
@@ -269,13 +269,13 @@ class LostSightError(UserError):
     status = 1
 
 
-class Log:
+class FollowedLog:
     """The log of one start of node 0's container, printed as it grows."""
 
     def __init__(self, cluster: Cluster, pod: dict[str, Any]) -> None:
         name, container = pod["metadata"]["name"], own_status(pod)["name"]
         self.command = [*cluster.command, "logs", "--follow", name, f"--container={container}"]
-        self.instance = instance(pod)
+        self.start_id = container_start_id(pod)
         self.retry_until = 0.0
         self.start()
 
@@ -284,13 +284,13 @@ class Log:
         self.process = subprocess.Popen([*self.command, *since])
         self.begun = self.last_seen = time.monotonic()
 
-    def continues(self, head: dict[str, Any] | None) -> bool:
-        """Whether the log goes on; if its connection broke, follow it again from there."""
+    def keep_following(self, head: dict[str, Any] | None) -> bool:
+        """Follow the log again if its connection broke; return whether it goes on."""
         now = time.monotonic()
         if self.process.poll() is None:
             self.last_seen = now
             return True
-        if not self.process.returncode or head is None or instance(head) != self.instance:
+        if not self.process.returncode or head is None or container_start_id(head) != self.start_id:
             return False
         # A connection that breaks at once is not retried forever.
         if not self.retry_until or self.last_seen - self.begun > RETRY_S:
@@ -309,7 +309,7 @@ class Watch:
         self.kind, self.name = KINDS[request.kind], request.name
         self.start_by = time.monotonic() + start_timeout_s
         """Time by which node 0 must run, or run again."""
-        self.log: Log | None = None
+        self.log: FollowedLog | None = None
         self.said = ""
         self.problems: dict[tuple[str, float], float] = {}
         """When a pod's problem began, by the pod's name and how long to wait for it."""
@@ -345,10 +345,10 @@ class Watch:
         head = self.head(pods)
         if head:
             self.status = container_state(head).get("terminated", {}).get("exitCode", self.status)
-        if self.log and self.log.continues(head):
+        if self.log and self.log.keep_following(head):
             self.check_pods(pods)  # another pod that cannot start is an error, too
-        elif head and (self.log is None or instance(head) != self.log.instance):
-            self.log = Log(self.cluster, head)
+        elif head and (self.log is None or container_start_id(head) != self.log.start_id):
+            self.log = FollowedLog(self.cluster, head)
         elif job_state(job)[0]:
             return job_state(job)
         elif self.log and head and "running" in container_state(head):
@@ -429,7 +429,7 @@ class Watch:
 
     def pods(self) -> list[dict[str, Any]]:
         """Return the job's pods, the oldest first."""
-        found: list[dict[str, Any]] = self.get("pods", f"--selector={OURS},{INSTANCE}={self.name}")["items"]
+        found: list[dict[str, Any]] = self.get("pods", f"--selector={OWN_LABEL},{INSTANCE}={self.name}")["items"]
         return sorted(found, key=lambda pod: pod["metadata"].get("creationTimestamp", ""))
 
     def head(self, pods: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -452,7 +452,7 @@ def own_status(pod: dict[str, Any]) -> dict[str, Any]:
     return next((status for status in statuses if status["name"] in OWN_CONTAINERS), {})
 
 
-def instance(pod: dict[str, Any]) -> str:
+def container_start_id(pod: dict[str, Any]) -> str:
     """Return an identifier of one start of a pod's container."""
     restarts = own_status(pod).get("restartCount", 0)
     return f"{pod['metadata'].get('uid', pod['metadata']['name'])} {restarts}"
@@ -460,7 +460,7 @@ def instance(pod: dict[str, Any]) -> str:
 
 def delete(cluster: Cluster, name: str) -> None:
     """Delete a job of any kind and what belongs to it; its record stays on the volume. Raises UserError."""
-    deleted = remove(cluster, DELETED, f"{OURS},{INSTANCE}={name}")
+    deleted = remove(cluster, DELETED, f"{OWN_LABEL},{INSTANCE}={name}")
     if not deleted:
         raise UserError(f"there is no job named {name} in this namespace")
     print(deleted, end="", flush=True)

@@ -676,7 +676,7 @@ def test_the_state_of_a_pod_is_that_of_its_own_container():
         ended["status"]["containerStatuses"][0]["name"] = template["spec"]["containers"][0]["name"]
         ended["status"]["containerStatuses"].insert(0, injected)
         assert apply.container_state(ended) == SUCCESS, kind
-        assert apply.instance(ended) == "uid-0 0"
+        assert apply.container_start_id(ended) == "uid-0 0"
     assert apply.container_state(pod()) == {}
 
 
