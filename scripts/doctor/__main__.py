@@ -149,7 +149,7 @@ def examine(case: Case, coordinator: rendezvous.Coordinator, args: Namespace) ->
     # its two names, because the name server does not. PARALLEL peers are checked at a time.
     bound = 20 + (CONNECT_TIMEOUT_S + 2 * network.NAME_TIMEOUT_S) * (1 + len(peers) / network.PARALLEL)
     case.peers = ask({"do": "peers", "peers": peers}, bound)
-    if args.quick or not can_meet(case):
+    if args.quick or not can_all_reduce(case):
         return
     address = case.facts[0]["network"]["address"]
     bound = min(args.timeout_s, deadline - time.monotonic() - 5)
@@ -157,7 +157,7 @@ def examine(case: Case, coordinator: rendezvous.Coordinator, args: Namespace) ->
     case.ranks = ask(order, args.timeout_s + node.COMMAND_TIMEOUT_S, "ranks")
 
 
-def can_meet(case: Case) -> bool:
+def can_all_reduce(case: Case) -> bool:
     """Return whether all nodes are present, reach one another and have a working torch, as an all-reduce needs."""
     has_all = len(case.facts) == case.nnodes and not case.lost
     reach = all(found["stage"] == "done" for _, _, found in case.each_pair())

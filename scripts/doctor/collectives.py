@@ -42,14 +42,14 @@ MAX_ROUNDS = 31
 but each node is measured in about this many rounds."""
 
 
-class Diary:
+class ResultFile:
     """This rank's results so far, in a file that is complete at any moment."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.entries: dict[str, Any] = {}
 
-    def note(self, **entries: Any) -> None:
+    def add(self, **entries: Any) -> None:
         """Add entries and replace the file."""
         self.entries |= entries
         temporary = self.path.with_suffix(".tmp")
@@ -72,14 +72,14 @@ def factor(rank: int) -> int:
     return rank % 61 + 1
 
 
-def check_sum(world: TorchWorld, diary: Diary) -> None:
+def check_sum(world: TorchWorld, results: ResultFile) -> None:
     """Compare an all-reduce with its known sum and note the number of wrong elements; call it on all ranks."""
     given = pattern(SUM_ELEMENTS, world.device)
     values = given * factor(world.ranks.rank)
     # Doctor: 4 MiB per rank, over the connections that gradients use.
     dist.all_reduce(values)
     wrong = int((values != given * sum(map(factor, range(world.ranks.world_size)))).sum())
-    diary.note(wrong_elements=wrong)
+    results.add(wrong_elements=wrong)
 
 
 def rounds_of(nodes: int) -> list[list[tuple[int, int]]]:
@@ -110,8 +110,8 @@ def exchange(peer: int, data: torch.Tensor, into: torch.Tensor, repeats: int) ->
 class Links:
     """Measures the links of this node, between ranks of the same local_rank; call each method on all ranks."""
 
-    def __init__(self, world: TorchWorld, diary: Diary) -> None:
-        self.world, self.ranks, self.diary = world, world.ranks, diary
+    def __init__(self, world: TorchWorld, results: ResultFile) -> None:
+        self.world, self.ranks, self.results = world, world.ranks, results
         self.nodes = self.ranks.world_size // self.ranks.local_world_size
         self.node = self.ranks.rank // self.ranks.local_world_size
         self.data = torch.zeros(LINK_BYTES[world.device.type] // 4, device=world.device)
@@ -126,7 +126,7 @@ class Links:
         """
         is_mine = self.ranks.local_rank == local_rank
         other = next((a + b - self.node for a, b in pairs if is_mine and self.node in (a, b)), None)
-        self.diary.note(stage=what if other is None else f"{what}, with node {other}")
+        self.results.add(stage=what if other is None else f"{what}, with node {other}")
         once = torch.zeros(1)
         if other is not None:
             peer = other * self.ranks.local_world_size + local_rank
@@ -140,7 +140,7 @@ class Links:
             seconds = min(exchange(peer, self.data, self.into, repeats) for _ in range(batches))
             speed = round(self.data.nbytes * 8 / seconds / 1e9, 4)
             self.found[other] = max(speed, self.found.get(other, 0.0))
-            self.diary.note(**{"rail_gbit_s" if local_rank else "links_gbit_s": self.found})
+            self.results.add(**{"rail_gbit_s" if local_rank else "links_gbit_s": self.found})
 
     def slow(self) -> list[tuple[int, int]]:
         """Return the links of local rank 0 that are much slower than the median."""
@@ -152,9 +152,9 @@ class Links:
         return sorted(pair for pair, speed in speeds.items() if speed < SLOW_LINK * usual)
 
 
-def measure_links(world: TorchWorld, diary: Diary) -> None:
+def measure_links(world: TorchWorld, results: ResultFile) -> None:
     """Measure the link of each pair of nodes, then again those that seem slow; call it on all ranks."""
-    links = Links(world, diary)
+    links = Links(world, results)
     for number, pairs in enumerate(rounds_of(links.nodes)[:MAX_ROUNDS]):
         links.measure(pairs, f"bandwidth, round {number + 1}")
     if world.device.type == "cuda":  # on CPUs all ranks of a node share its interface
@@ -173,24 +173,24 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--timeout-s", type=float, default=30.0)
     args = parser.parse_args()
-    diary = Diary(args.result)
+    results = ResultFile(args.result)
     ranks: Ranks = read_ranks("probe")
-    diary.note(rank=ranks.rank, stage="meeting the other ranks")
+    results.add(rank=ranks.rank, stage="meeting the other ranks")
     torch.set_num_threads(1)
     try:
         # Rendezvous, process groups and connections each have this time limit.
         world = TorchWorld(ranks, args.device, args.timeout_s)
         dist.barrier(group=world.control)
-        diary.note(stage="the map of ranks", device=str(world.device))
+        results.add(stage="the map of ranks", device=str(world.device))
         rows, total = gather_map(world), world.add_up(ranks.rank + 1)
-        diary.note(stage="all-reduce", map=map_note(ranks.rank, rows, total))
-        check_sum(world, diary)
-        measure_links(world, diary)
-        diary.note(stage="leaving")
+        results.add(stage="all-reduce", map=map_note(ranks.rank, rows, total))
+        check_sum(world, results)
+        measure_links(world, results)
+        results.add(stage="leaving")
         world.leave()
-        diary.note(stage="done")
+        results.add(stage="done")
     except (RuntimeError, ValueError) as error:
-        diary.note(error=" ".join(str(error).split())[:400])
+        results.add(error=" ".join(str(error).split())[:400])
         raise SystemExit(1) from None
 
 

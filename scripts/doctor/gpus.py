@@ -33,7 +33,7 @@ NO_FAULT = re.compile(r"did not end within|no answer within|No devices were foun
 """Complaints about nvidia-smi on healthy nodes: it is slow, or the caller's job has no GPUs."""
 
 
-class Alone(Case):
+class SingleNodeCase(Case):
     """A node without a number, because there are no others."""
 
     def name(self, rank: int) -> str:
@@ -56,7 +56,7 @@ def examine(since_s: float) -> Case:
         facts["gpus"] = call_within(lambda: node.gpus(NVIDIA_SMI_S / 2), NVIDIA_SMI_S)
     except (OSError, ValueError) as error:
         facts["errors"]["gpus"] = node.one_line(error)
-    return Alone(1, facts={0: facts})
+    return SingleNodeCase(1, facts={0: facts})
 
 
 def nvidia_smi_errors(case: Case) -> Findings:

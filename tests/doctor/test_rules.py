@@ -716,7 +716,7 @@ def test_the_sum_of_an_all_reduce_is_exact_at_any_number_of_ranks(monkeypatch, s
     def check(rank):
         ranks = Ranks(rank, rank % 8, size, 8)
         world = types.SimpleNamespace(ranks=ranks, device=torch.device("cpu"))
-        collectives.check_sum(world, types.SimpleNamespace(note=lambda **note: notes.append(note)))
+        collectives.check_sum(world, types.SimpleNamespace(add=lambda **note: notes.append(note)))
 
     monkeypatch.setattr(collectives.dist, "all_reduce", lambda values: given.append(values.clone()))
     for rank in range(size):
@@ -761,7 +761,7 @@ def test_all_links_of_a_rail_are_noted(monkeypatch):
     notes = {}
     ranks = Ranks(rank=1, local_rank=1, world_size=6, local_world_size=2)
     world = types.SimpleNamespace(ranks=ranks, control=None, device=torch.device("cpu"))
-    links = collectives.Links(world, types.SimpleNamespace(note=lambda **note: notes.update(note)))
+    links = collectives.Links(world, types.SimpleNamespace(add=lambda **note: notes.update(note)))
     for pairs in ([(0, 1)], [(0, 2)]):
         links.measure(pairs, "bandwidth, rail 1", 1)
     assert notes["rail_gbit_s"].keys() == {1, 2}
