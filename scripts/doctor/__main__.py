@@ -77,12 +77,12 @@ def parse_args(argv: Sequence[str]) -> Namespace:
 class Checks:
     """This node's checks: those of the node itself start at once, the others when node 0 orders them."""
 
-    def __init__(self, place: Node, args: Namespace, secret: str) -> None:
-        self.place, self.args, self.secret = place, args, secret
-        self.folder = RunsFolder(args.runs_dir, secret, place.node_rank)
+    def __init__(self, this_node: Node, args: Namespace, secret: str) -> None:
+        self.this_node, self.args, self.secret = this_node, args, secret
+        self.folder = RunsFolder(args.runs_dir, secret, this_node.node_rank)
         self.pool = ThreadPoolExecutor(1)
-        within_s = node.QUICK_S if args.quick and place.nnodes == 1 else None
-        arguments = (place.master_addr, place.rdzv_timeout_s, args.runs_dir, args.quick, within_s)
+        within_s = node.QUICK_S if args.quick and this_node.nnodes == 1 else None
+        arguments = (this_node.master_addr, this_node.rdzv_timeout_s, args.runs_dir, args.quick, within_s)
         self.own = self.pool.submit(node.gather, *arguments)
         self.echo: Echo | None = None
         self.facts: dict[str, Any] = {}
@@ -94,7 +94,7 @@ class Checks:
             "write": lambda: {"error": self.folder.write()},
             "see": lambda: {"seen": self.folder.see(order["writers"])},
             "peers": lambda: network.look_at_peers(
-                [peer for peer in order["peers"] if peer["rank"] != self.place.node_rank], self.secret
+                [peer for peer in order["peers"] if peer["rank"] != self.this_node.node_rank], self.secret
             ),
             "ranks": lambda: self.run_ranks(order),
         }
@@ -110,9 +110,9 @@ class Checks:
 
     def run_ranks(self, order: dict[str, Any]) -> dict[str, Any]:
         """Run this node's ranks of the doctor's own job and return what they have found."""
-        place = replace(self.place, master_addr=order["address"], master_port=order["port"])
+        this_node = replace(self.this_node, master_addr=order["address"], master_port=order["port"])
         return collectives_job.run_ranks(
-            place, self.facts["network"]["interface"], self.args.device, order["timeout_s"]
+            this_node, self.facts["network"]["interface"], self.args.device, order["timeout_s"]
         )
 
     def close(self) -> None:
@@ -165,18 +165,18 @@ def can_all_reduce(case: Case) -> bool:
     return has_all and reach and torch and all(facts["network"] for facts in case.facts.values())
 
 
-def lead(place: Node, args: Namespace, secret: str) -> int:
+def lead(this_node: Node, args: Namespace, secret: str) -> int:
     """Act as node 0: gather the nodes, examine them and report; return the exit status."""
     begin = time.monotonic()
-    checks = Checks(place, args, secret)
-    coordinator = rendezvous.Coordinator(secret, place.nnodes, checks.carry_out)
-    case = Case(place.nnodes, f"{place.master_addr}:{place.master_port}", place.rdzv_timeout_s)
+    checks = Checks(this_node, args, secret)
+    coordinator = rendezvous.Coordinator(secret, this_node.nnodes, checks.carry_out)
+    case = Case(this_node.nnodes, f"{this_node.master_addr}:{this_node.master_port}", this_node.rdzv_timeout_s)
     case.lost, case.clocks = coordinator.lost, coordinator.clocks
-    say(f"doctor: {report.count(place.nnodes, 'node')} at {case.master}")
-    if place.nnodes > 1:
+    say(f"doctor: {report.count(this_node.nnodes, 'node')} at {case.master}")
+    if this_node.nnodes > 1:
         try:
-            address = node.listening_address(place.master_addr, place.rdzv_timeout_s)
-            coordinator.gather(listen(address, place.master_port), place.rdzv_timeout_s, say)
+            address = node.listening_address(this_node.master_addr, this_node.rdzv_timeout_s)
+            coordinator.gather(listen(address, this_node.master_port), this_node.rdzv_timeout_s, say)
         except (OSError, UserError) as error:
             here = f"node 0 ({socket.gethostname()})"
             why = getattr(error, "strerror", None) or error
@@ -185,7 +185,7 @@ def lead(place: Node, args: Namespace, secret: str) -> int:
             return 1
     examine(case, coordinator, args)
     case.refused = sorted(coordinator.refused)
-    case.messages = checks.folder.read_messages() if place.nnodes > 1 else {}
+    case.messages = checks.folder.read_messages() if this_node.nnodes > 1 else {}
     findings = judge(case)
     status = 1 if tally(findings)["error"] else 0
     for line in report.lines(case, findings, time.monotonic() - begin):
@@ -201,20 +201,20 @@ def lead(place: Node, args: Namespace, secret: str) -> int:
     return status
 
 
-def follow(place: Node, args: Namespace, secret: str) -> int:
+def follow(this_node: Node, args: Namespace, secret: str) -> int:
     """Act as another node: connect to node 0 and carry out its orders; return the status that it sends."""
-    checks = Checks(place, args, secret)
-    here = f"node {place.node_rank} ({socket.gethostname()})"
+    checks = Checks(this_node, args, secret)
+    here = f"node {this_node.node_rank} ({socket.gethostname()})"
     # Wait longer than node 0 does, even if this node has started earlier. Node 0 then gives up first and reports;
     # if this node failed first, a launcher would end node 0 before its report.
-    wait_s = place.rdzv_timeout_s * 1.25 + 2
+    wait_s = this_node.rdzv_timeout_s * 1.25 + 2
     try:
         try:
-            channel = rendezvous.join(place, secret, wait_s / 2)
+            channel = rendezvous.join(this_node, secret, wait_s / 2)
         except MissingNodeError as error:
             checks.folder.leave_message(str(error))  # node 0 reads it at the end of its own wait
-            channel = rendezvous.join(place, secret, wait_s / 2)
-        status = rendezvous.serve(channel, checks.carry_out, place.rdzv_timeout_s)
+            channel = rendezvous.join(this_node, secret, wait_s / 2)
+        status = rendezvous.serve(channel, checks.carry_out, this_node.rdzv_timeout_s)
     except UserError as error:
         say(f"error: {here}: {error}")
         return 1
@@ -255,11 +255,11 @@ def main(argv: list[str]) -> int:
     args = parse_args(argv)
     if args.nodes and not args.as_node:
         return run_local(args, [*argv, "--as-node"])
-    place = read_node(DEFAULT_RDZV_TIMEOUT_S)
+    this_node = read_node(DEFAULT_RDZV_TIMEOUT_S)
     # One node alone shares it with nobody. The name of its folder in --runs-dir, which may be /tmp, then cannot be
     # guessed by other users.
-    secret = os.environ.get("RDZV_ID") or ("none" if place.nnodes > 1 else secrets.token_hex(16))
-    return lead(place, args, secret) if place.node_rank == 0 else follow(place, args, secret)
+    secret = os.environ.get("RDZV_ID") or ("none" if this_node.nnodes > 1 else secrets.token_hex(16))
+    return lead(this_node, args, secret) if this_node.node_rank == 0 else follow(this_node, args, secret)
 
 
 if __name__ == "__main__":

@@ -28,18 +28,18 @@ def fabric_variables() -> dict[str, str]:
     return {name: value for name, value in variables.items() if name == "FABRIC" or name.startswith(SET_BY_FABRIC)}
 
 
-def run_ranks(place: Node, interface: str, device: str, timeout_s: float) -> dict[str, Any]:
+def run_ranks(this_node: Node, interface: str, device: str, timeout_s: float) -> dict[str, Any]:
     """Run this node's ranks; return {"ranks": [each one's notes], "fabric": what fabric.sh set}, or an "error"."""
     try:
         fabric = fabric_variables()
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return {"error": one_line(error), "ranks": []}
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1", **fabric}
-    environment |= {"MASTER_ADDR": place.master_addr, "MASTER_PORT": str(place.master_port)}
+    environment |= {"MASTER_ADDR": this_node.master_addr, "MASTER_PORT": str(this_node.master_port)}
     with temporary_folder() as folder:
         commands = []
-        for local_rank in range(place.nproc_per_node):
-            own = rank_environment(place.node_rank, place.nnodes, place.nproc_per_node, local_rank)
+        for local_rank in range(this_node.nproc_per_node):
+            own = rank_environment(this_node.node_rank, this_node.nnodes, this_node.nproc_per_node, local_rank)
             own |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{folder}/{local_rank}.nccl"}
             words = ["--result", f"{folder}/{local_rank}.json", "--device", device]
             words += ["--timeout-s", str(max(5.0, timeout_s / 2))]

@@ -79,15 +79,15 @@ class Channel:
         self.connection.close()
 
 
-def introduce(channel: Channel, place: Node, secret: str) -> str:
+def introduce(channel: Channel, this_node: Node, secret: str) -> str:
     """Prove to node 0 that this node knows the secret, and have node 0 do so; return why it refuses, or "".
 
     Raises:
         OSError, ValueError, KeyError, TypeError: the program that answers is not node 0 of this job.
     """
     nonce, own = channel.receive(CONNECT_TIMEOUT_S, MAX_HELLO_BYTES)["nonce"], os.urandom(16).hex()
-    proof = mac(secret, f"node {nonce} {own} {place.node_rank} {place.nnodes}".encode()).hex()
-    hello = {"rank": place.node_rank, "nnodes": place.nnodes, "nonce": own, "mac": proof}
+    proof = mac(secret, f"node {nonce} {own} {this_node.node_rank} {this_node.nnodes}".encode()).hex()
+    hello = {"rank": this_node.node_rank, "nnodes": this_node.nnodes, "nonce": own, "mac": proof}
     channel.send({**hello, "time": time.time()})
     reply = channel.receive(CONNECT_TIMEOUT_S, MAX_HELLO_BYTES)
     if "refusal" in reply:
@@ -97,7 +97,7 @@ def introduce(channel: Channel, place: Node, secret: str) -> str:
     return ""
 
 
-def join(place: Node, secret: str, timeout_s: float) -> Channel:
+def join(this_node: Node, secret: str, timeout_s: float) -> Channel:
     """Connect to node 0, which may start within timeout_s, and return the channel.
 
     Raises:
@@ -105,14 +105,14 @@ def join(place: Node, secret: str, timeout_s: float) -> Channel:
         UserError: node 0 refuses this node, and has made its report by now.
     """
     deadline = time.monotonic() + timeout_s
-    _, address = resolve(place.master_addr, int(timeout_s))
-    at = f"{place.master_addr}:{place.master_port}"
+    _, address = resolve(this_node.master_addr, int(timeout_s))
+    at = f"{this_node.master_addr}:{this_node.master_port}"
     while True:
         channel = None
         try:
-            connection = socket.create_connection((address[0], place.master_port), timeout=CONNECT_TIMEOUT_S)
+            connection = socket.create_connection((address[0], this_node.master_port), timeout=CONNECT_TIMEOUT_S)
             channel = Channel(connection)
-            refusal = introduce(channel, place, secret)
+            refusal = introduce(channel, this_node, secret)
         except (OSError, ValueError, KeyError, TypeError) as error:
             why = "another program answers there" if channel else getattr(error, "strerror", None) or "no answer"
             if channel:
@@ -121,7 +121,7 @@ def join(place: Node, secret: str, timeout_s: float) -> Channel:
             if not refusal:
                 return channel
             with contextlib.suppress(OSError, ValueError):  # wait: a launcher would end node 0 with this one
-                channel.receive(place.rdzv_timeout_s + SILENCE_S)
+                channel.receive(this_node.rdzv_timeout_s + SILENCE_S)
             fix = "see the RDZV_ID, NNODES and NODE_RANK of all nodes"
             raise UserError(f"node 0 at {at} rejected this node: {refusal}; {fix}")
         if time.monotonic() > deadline:
