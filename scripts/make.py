@@ -294,13 +294,13 @@ TARGETS: dict[str, Callable[[], Command]] = {
 }
 
 
-def prepare(argv: list[str]) -> None:
+def run_installer(argv: list[str]) -> None:
     """Run a script that installs something; exit with its status if it fails."""
     if status := subprocess.run(argv).returncode:
         sys.exit(shell_status(status))
 
 
-def typed() -> dict[str, str]:
+def typed_variables() -> dict[str, str]:
     """Return the variables of make's command line, which MAKEFLAGS lists after a lone --."""
     flags, _, variables = f" {os.environ.get('MAKEFLAGS', '')}".partition(" -- ")
     if re.match(r" \w+=", flags):  # make before 4.0 (macOS, RHEL 7) leaves out the dashes if there are no flags
@@ -312,14 +312,14 @@ def typed() -> dict[str, str]:
 
 def make_line(target: str) -> str:
     """Return what was typed, as a shell command, without secrets."""
-    shown = {name: text for name, text in typed().items() if not SECRET.search(name)}
+    shown = {name: text for name, text in typed_variables().items() if not SECRET.search(name)}
     return " ".join([f"make {target}", *(f"{name}={shlex.quote(text)}" for name, text in shown.items())])
 
 
 def check_used(target: str) -> None:
     """Raise UserError for a typed variable that the target ignores, such as a recipe's option or a misspelling."""
     options = {one.name for one in fields(Options)} if target in WITH_OPTIONS and not value("SCRIPT") else set()
-    for name, text in typed().items():
+    for name, text in typed_variables().items():
         if name in USED:
             continue
         if name.lower() in options:
@@ -340,7 +340,7 @@ def check_used(target: str) -> None:
 def drop_name_of_wsl() -> None:
     """Remove a NAME that nobody typed: WSL 2 sets it to the host's name in every shell."""
     is_the_hosts = os.environ.get("NAME", "").lower() == socket.gethostname().lower()
-    if is_the_hosts and os.environ.get("WSL_DISTRO_NAME") and "NAME" not in typed():
+    if is_the_hosts and os.environ.get("WSL_DISTRO_NAME") and "NAME" not in typed_variables():
         del os.environ["NAME"]
 
 
@@ -359,10 +359,10 @@ def main(argv: list[str]) -> None:
     for name in ("ARGS", "MAKEFLAGS"):  # hidden from a make that the command itself calls: a test, a build
         os.environ.pop(name, None)
     if command.packages:
-        prepare(["scripts/dev/setup.sh", command.packages])
+        run_installer(["scripts/dev/setup.sh", command.packages])
         os.environ.pop("PYTHON", None)  # it chose the Python that makes .venv, whose own is used from here on
     if command.needs_horovod:
-        prepare(["scripts/horovod/build.sh", "--if-missing"])
+        run_installer(["scripts/horovod/build.sh", "--if-missing"])
     os.execv(command.argv[0], command.argv)
 
 

@@ -109,7 +109,7 @@ def minutes(text: str) -> int:
     raise ArgumentTypeError(f"expects minutes, 2:00:00 or 1-12:00:00 (a day and a half), got {text!r}")
 
 
-def check(args: Namespace) -> None:
+def check_job(args: Namespace) -> None:
     """Set the number of processes per node; raises UserError for what this launcher cannot start."""
     if args.recipe in REFUSED:
         raise UserError(REFUSED[args.recipe])
@@ -414,7 +414,7 @@ def main(argv: list[str]) -> int:
     """Submit a job as the arguments say, and follow it; return the exit status."""
     os.chdir(ROOT)  # jobs run here: they import this package and read scripts/
     args = parse_args(argv)
-    check(args)
+    check_job(args)
     folder, runs = plan_runs(args)
     try:
         return (train_here if args.local else submit_to_slurm)(args, folder, runs)

@@ -16,7 +16,7 @@ from recipes.apex.options import ApexOptions, summarise
 from recipes.common.data import Data
 from recipes.common.job import Job
 from recipes.common.loop import Check
-from recipes.common.optim import build_optimizer, optimizer_step, places_of
+from recipes.common.optim import build_optimizer, optimizer_step, parameter_indices
 from recipes.common.parallel.buckets import settle_buckets
 from recipes.common.world.world import World
 
@@ -102,7 +102,7 @@ def keep_masters(
 
     def named_masters() -> Iterator[tuple[str, Tensor]]:
         names = [name for name, _ in model.named_parameters()]
-        masters = zip(places_of(optimizer), master_params(optimizer), strict=True)
+        masters = zip(parameter_indices(optimizer), master_params(optimizer), strict=True)
         return ((names[place], master) for place, master in masters)
 
     # Apex: without this hook, state_dict() casts the half weights up and loses the 13 bits that only the masters

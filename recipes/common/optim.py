@@ -53,7 +53,7 @@ def build_optimizer(args: Options, parameters: Iterable[nn.Parameter]) -> torch.
     return make(parameter_groups(args, parameters), **settings)
 
 
-def places_of(optimizer: torch.optim.Optimizer) -> list[int]:
+def parameter_indices(optimizer: torch.optim.Optimizer) -> list[int]:
     """Return, in the optimizer's order, the index of each parameter among those that it was built from."""
     places = [group.get("places", range(len(group["params"]))) for group in optimizer.param_groups]
     return [place for own in places for place in own]
@@ -61,7 +61,7 @@ def places_of(optimizer: torch.optim.Optimizer) -> list[int]:
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the state dict in the form of checkpoints: one group of all parameters, in the model's order."""
-    content, places = optimizer.state_dict(), places_of(optimizer)
+    content, places = optimizer.state_dict(), parameter_indices(optimizer)
     group = {name: value for name, value in content["param_groups"][0].items() if name != "places"}
     state = sorted((places[number], values) for number, values in content["state"].items())
     return {"state": dict(state), "param_groups": [{**group, "params": sorted(places)}]}

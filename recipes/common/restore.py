@@ -11,7 +11,7 @@ from torch import Tensor
 from recipes.common.checkpoint.checkpoint import Position
 from recipes.common.errors import UserError
 from recipes.common.job import Job
-from recipes.common.optim import places_of
+from recipes.common.optim import parameter_indices
 
 
 def restore(job: Job, content: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
 
     Raises ValueError if the number of parameters differs.
     """
-    places, saved = places_of(optimizer), [n for group in state["param_groups"] for n in group["params"]]
+    places, saved = parameter_indices(optimizer), [n for group in state["param_groups"] for n in group["params"]]
     if len(saved) != len(places):
         raise ValueError(f"its optimizer has {len(saved)} parameters, the model {len(places)}")
     numbers = iter(range(len(places)))

@@ -113,7 +113,7 @@ OWN_OPTIONS: dict[str, list[tuple[str, Any, Any, str, str]]] = {
 """By group: flag, type, default, metavar, help."""
 
 
-def refuse(*cases: tuple[Any, str]) -> None:
+def check_cases(*cases: tuple[Any, str]) -> None:
     """Raise UserError with the text of the first case that is wrong."""
     for is_wrong, text in cases:
         if is_wrong:
@@ -132,7 +132,7 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
     args, words = parser.parse_known_args(list(argv))
     recipe, is_half_given = check_recipe(args.recipe), bool(args.gbit) != (args.alpha_us is not None)
     ranks = args.nodes * args.gpus
-    refuse(
+    check_cases(
         (recipe not in RECIPES, f"RECIPE {recipe} cannot be planned; one of {', '.join(RECIPES)} can"),
         (recipe == "single" and ranks > 1, "RECIPE single has one process; use NODES=1 GPUS=1, or RECIPE=ddp"),
         (args.compute_ms and args.measure, "--compute-ms and --measure both say how long a step takes; give one"),
@@ -162,7 +162,7 @@ def check_layout(args: Namespace, method: cost_model.Method, options: Options) -
     size, gpus = method.tensor_parallel, args.gpus
     unknown = [f"--{name.replace('_', '-')}" for name in UNKNOWN if getattr(options, name, False)]
     unknown += ["--grad-compression powersgd"] * (method.grad_compression == "powersgd")
-    refuse(
+    check_cases(
         (size > 1 and args.measure, "--measure computes a whole model; give the --compute-ms of a rank's part"),
         (size % gpus and gpus % size, f"--tensor-parallel {size} and GPUS={gpus}: neither divides the other"),
         (unknown, f"{''.join(unknown[:1])}: the plan does not know what it saves and costs; drop it"),
@@ -215,9 +215,9 @@ def plan_row(
     ranks, shards = cluster.ranks, method.shards(cluster.ranks)
     parts = ranks // method.tensor_parallel  # all ranks of a replica of tensor have the same samples
     for name, size in (("--tensor-parallel", method.tensor_parallel), ("--replicas", method.replicas)):
-        refuse((ranks % size, f"{name} {size} does not divide {ranks} ranks; change it, NODES or GPUS"))
+        check_cases((ranks % size, f"{name} {size} does not divide {ranks} ranks; change it, NODES or GPUS"))
     uneven = f"{shards} ranks of a replica and GPUS={args.gpus}: neither divides the other; change one of them"
-    refuse((shards % args.gpus and args.gpus % shards, f"--replicas {method.replicas}: {uneven}"))
+    check_cases((shards % args.gpus and args.gpus % shards, f"--replicas {method.replicas}: {uneven}"))
     global_batch = options.global_batch_size if args.is_fixed_batch else args.local_batch_size * parts
     try:
         check_batch(replace(options, global_batch_size=global_batch), parts, kind.num_samples)
@@ -359,7 +359,7 @@ def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
     args, options = parse_args(argv)
     kind = kind_of(options, args.num_classes, args.samples)
     on_device = f"--images-per-s, --storage-gb-s: --data {options.data} lies on the device; drop them"
-    refuse(((args.images_per_s or args.storage_gb_s) and not kind.sample_bytes, on_device))
+    check_cases(((args.images_per_s or args.storage_gb_s) and not kind.sample_bytes, on_device))
     workload = count_workload(options, kind)
     whole = workload.whole or workload
     compute, source = compute_of(args, options, kind, workload)

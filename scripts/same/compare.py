@@ -119,12 +119,12 @@ def load(folder: Path, world_size: int, statuses: Sequence[int | None], pattern:
     paths = [*sorted(folder.glob("rank*.err")), folder / "launcher.err"]
     errors = [text for path in paths if (text := read(path).strip())]
     said = [line for text in errors for line in text.splitlines() if "RuntimeError: Expected to have" in line]
-    ends = [text.splitlines()[-1] + place_of(text) for text in errors]
+    ends = [text.splitlines()[-1] + source_location(text) for text in errors]
     run.error = next(iter([*said, *(line for line in ends if "Connection" not in line), *ends]), "")
     return run
 
 
-def place_of(traceback: str) -> str:
+def source_location(traceback: str) -> str:
     """Return the file and line of the user's code in which a traceback ends, " (train.py:12)", or ""."""
     frames = re.findall(r'^ *File "([^"<]+)", line (\d+)', traceback, re.MULTILINE)
     others = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parent))

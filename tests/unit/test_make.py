@@ -59,15 +59,15 @@ def test_what_is_typed_is_data(tmp_path, monkeypatch, way):
     assert {name: environment[name] for name in typed} == typed
     assert not marker.exists()
     monkeypatch.setenv("MAKEFLAGS", environment.get("MAKEFLAGS", ""))
-    assert make.typed() == (typed if way == "command line" else {})
+    assert make.typed_variables() == (typed if way == "command line" else {})
 
 
 @pytest.mark.parametrize("flags", [" -- ", "s -- ", ""], ids=["make 4", "make -s", "make 3"])
 def test_what_is_typed_is_read_from_the_flags_of_every_make(monkeypatch, flags):
     monkeypatch.setenv("MAKEFLAGS", flags + "NAME=mine ARGS=--\\ --x\\ y=$$z")
-    assert make.typed() == {"NAME": "mine", "ARGS": "-- --x y=$z"}
+    assert make.typed_variables() == {"NAME": "mine", "ARGS": "-- --x y=$z"}
     monkeypatch.setenv("MAKEFLAGS", "k --jobserver-fds=3,4 -j")
-    assert make.typed() == {}
+    assert make.typed_variables() == {}
 
 
 RUN = (".venv/bin/python", "-m", "scripts.launch.local")
@@ -194,7 +194,7 @@ def test_the_name_that_wsl_exports_is_no_name_of_a_run(monkeypatch, name, distri
         monkeypatch.setenv(variable, text)
     execv = Mock()
     monkeypatch.setattr(os, "execv", execv)
-    monkeypatch.setattr(make, "prepare", Mock())
+    monkeypatch.setattr(make, "run_installer", Mock())
     make.main(["run"])
     assert execv.call_args[0][1] == [*RUN, "ddp", "--", *[f"--name={name}"] * is_kept]
 
@@ -263,7 +263,7 @@ def test_what_a_target_installs(monkeypatch, target, variables, packages, needs_
 def test_a_refusal_is_one_line_before_anything_is_installed(monkeypatch, capsys, target, variables, error):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(make, "prepare", lambda argv: pytest.fail(f"it runs {argv}"))
+    monkeypatch.setattr(make, "run_installer", lambda argv: pytest.fail(f"it runs {argv}"))
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     assert make.main([target]) == 2
     text = capsys.readouterr().err
@@ -307,7 +307,7 @@ def test_a_refusal_is_one_line_before_anything_is_installed(monkeypatch, capsys,
 def test_a_typed_variable_that_a_target_ignores_is_refused(monkeypatch, target, flags, error):
     monkeypatch.setattr(make, "USED", set())
     monkeypatch.setenv("MAKEFLAGS", f"s -- {flags}")
-    for name, text in make.typed().items():
+    for name, text in make.typed_variables().items():
         monkeypatch.setenv(name, text)
     make.TARGETS[target]()
     with pytest.raises(make.UserError) if error else contextlib.nullcontext() as caught:
@@ -357,7 +357,7 @@ def test_the_list_of_variables_is_complete():
 def test_installation_comes_before_the_command(monkeypatch):
     calls = []
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(make, "prepare", calls.append)
+    monkeypatch.setattr(make, "run_installer", calls.append)
     monkeypatch.setattr(os, "execv", lambda path, argv: calls.append((os.environ.get("PYTHON"), path, argv)))
     monkeypatch.setenv("RECIPE", "horovod")
     monkeypatch.setenv("PYTHON", "python3.12")
@@ -384,7 +384,7 @@ def test_the_line_of_the_record_has_no_secrets(monkeypatch):
 
 def test_a_failed_installation_is_the_end(monkeypatch):
     with pytest.raises(SystemExit) as caught:
-        make.prepare(["false"])
+        make.run_installer(["false"])
     assert caught.value.code == 1
 
 

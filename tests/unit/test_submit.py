@@ -46,7 +46,7 @@ def sbatch_file(commands):
 
     def submit_one(folder, *words):
         args = submit.parse_args(words)
-        submit.check(args)
+        submit.check_job(args)
         [job] = submit.submit_runs(args, folder, [Run("ddp", [], folder)])
         assert job.job_id == "7"
         return (folder / "slurm/7_submission.sh").read_text()
@@ -185,7 +185,7 @@ def test_the_local_launcher_decides_on_processes_that_are_not_given(tmp_path, mo
 
 
 def test_a_slurm_that_does_not_answer_is_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(submit, "check", lambda _: None)
+    monkeypatch.setattr(submit, "check_job", lambda _: None)
     monkeypatch.setattr(submit, "plan_runs", lambda _: (tmp_path / "mine", []))
     monkeypatch.setattr(submit, "submit_to_slurm", Mock(side_effect=subprocess.TimeoutExpired(["sbatch"], 60)))
     assert submit.main(["ddp"]) == 1
