@@ -60,10 +60,10 @@ class Notes:
     def read(self, kind: str, ranks: Iterable[int]) -> dict[int, str]:
         """Return the texts of a kind that these ranks have stored, by rank."""
         nothing: dict[int, str] = {}
-        return self.ask(lambda store: read(store, kind, ranks), nothing)
+        return self.ask(lambda store: read_notes(store, kind, ranks), nothing)
 
 
-def read(store: Store, kind: str, ranks: Iterable[int]) -> dict[int, str]:
+def read_notes(store: Store, kind: str, ranks: Iterable[int]) -> dict[int, str]:
     """Return the texts of a kind that these ranks have put into a store, by rank, without ranks that have none."""
     keys = {rank: f"{kind}/{rank}" for rank in ranks}
     return {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from recipes.common.options import Options
-from recipes.common.watch.notes import ANSWER_TIMEOUT_S, Notes, Store, read
+from recipes.common.watch.notes import ANSWER_TIMEOUT_S, Notes, Store, read_notes
 from recipes.common.watch.report import MOST_NAMED, Report, describe_rank
 from recipes.common.watch.timeouts import HANG_STATUS, TIMEOUT_PHRASES
 
@@ -43,7 +43,7 @@ Work = dict[int, dict[str, Any]]
 """The notes of ranks, by rank."""
 
 
-class At(NamedTuple):
+class CollectivePosition(NamedTuple):
     """The position of a rank's main thread among the collectives."""
 
     entered: int = 0
@@ -92,7 +92,7 @@ class Watch(NoWatch):
         self.folder: Path | None = None
         self._step: Callable[[], int] | None = None
         self._last_notes: dict[int, str] = {}
-        self._at = At(since=time.monotonic())
+        self._at = CollectivePosition(since=time.monotonic())
         self._busy_s = 0.0
         self._stragglers: list[str] = []
         self._note_s = max(NOTE_INTERVAL_S, world_size / 5000)
@@ -120,11 +120,11 @@ class Watch(NoWatch):
         outer = self._at
         if not outer.is_inside:
             self._busy_s += now - outer.since
-        self._at = At(entered, name, True, now, limit_s)
+        self._at = CollectivePosition(entered, name, True, now, limit_s)
         yield
         now = time.monotonic()
         if outer.is_inside:  # back in the collective around this one
-            self._at = At(self._at.entered, outer.name, True, now, outer.limit_s)
+            self._at = CollectivePosition(self._at.entered, outer.name, True, now, outer.limit_s)
         else:
             self._at = self._at._replace(is_inside=False, since=now)
 
@@ -197,12 +197,12 @@ class Watch(NoWatch):
             while not self._closed.wait(self._note_s):
                 store.set(f"note/{self.rank}", json.dumps(self._note()))
                 if self.rank == 1:  # rank 0 may host the store: its note would be lost with it
-                    self._last_notes.update(read(store, "note", [0]))
+                    self._last_notes.update(read_notes(store, "note", [0]))
                 if store.check(["hung"]):
                     self.end()
                 now = time.monotonic()
                 if self.rank == 0 and self.args.straggler_share and now > since + window_s:
-                    texts = read(store, "note", range(self.world_size))
+                    texts = read_notes(store, "note", range(self.world_size))
                     after = {rank: json.loads(text) for rank, text in texts.items()}
                     self._stragglers += stragglers(before, after, now - since, self.args.straggler_share)
                     before, since = after, now
