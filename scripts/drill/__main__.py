@@ -26,12 +26,12 @@ from pathlib import Path
 from recipes.common.errors import UserError
 from recipes.common.options import non_negative_int, positive_int
 from scripts.drill.faults import FAULTS, why_not
-from scripts.drill.trial import INTERVAL, JOB_TIMEOUT_S, Figures, Setting, Trial
+from scripts.drill.trial import CHECKPOINT_INTERVAL, JOB_TIMEOUT_S, Figures, Setting, Trial
 from scripts.lab import network
 from scripts.launch.command import ROOT, CommandParser, check_names, command, count, next_folder, parse
 from scripts.launch.runs import measured_on
 
-LEAST_STEPS = 4 * INTERVAL + 4
+LEAST_STEPS = 4 * CHECKPOINT_INTERVAL + 4
 TITLES = ("fault", "at step", "noticed s", "again s", "lost", "weights", "left", "starts", "victim")
 LINE = "{:<11}  {:<8}  {:<10}  {:<8}  {:<5}  {:<8}  {:<5}  {:<7}  {}"
 
@@ -122,7 +122,7 @@ def main(words: list[str]) -> int:
     where = "a network for each node" if has_network else "plain processes"
     size = f"{len(names)} fault{'s' * (len(names) > 1)}, {args.nodes} nodes"
     print(f"drill {os.path.relpath(folder)}: {size}, {where}, SEED={args.seed}", flush=True)
-    about = {"nodes": args.nodes, "seed": args.seed, "steps": args.steps, "checkpoint_every": INTERVAL}
+    about = {"nodes": args.nodes, "seed": args.seed, "steps": args.steps, "checkpoint_every": CHECKPOINT_INTERVAL}
     about |= {**measured_on("torch"), "networks": has_network, "left_out": reasons}
     done: list[Figures] = []
     for figures in run_all(setting, names):

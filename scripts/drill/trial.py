@@ -22,7 +22,7 @@ from scripts.drill.job import Job, Steps
 from scripts.lab.network import Network
 from scripts.launch.runs import differences, read_losses
 
-INTERVAL = 20
+CHECKPOINT_INTERVAL = 20
 """Steps between two checkpoints."""
 
 END_BOUND_S = 15.0
@@ -34,7 +34,7 @@ ELASTIC_NOTICE_S, ELASTIC_STEP_S = 10.0, 30.0
 JOB_TIMEOUT_S = 300.0
 """Time limit for a job to begin, and for the undisturbed rest of a job to end."""
 
-TROUBLE = (OSError, ValueError, LookupError, RuntimeError, subprocess.SubprocessError, psutil.Error)
+TRIAL_ERRORS = (OSError, ValueError, LookupError, RuntimeError, subprocess.SubprocessError, psutil.Error)
 
 RESTARTS = 3
 """Number of times that a job may be restarted after one fault."""
@@ -59,7 +59,8 @@ class Setting:
             words += ["--min-nodes", str(max(1, self.nodes - 1)), "--max-restarts", "4"]
         words += ["--", "--runs-dir", str(run.parent), "--name", run.name]
         options = f"--model {fault.model} --seed {self.seed} --max-steps {self.steps} --epochs 100000 --lr 0.001"
-        options += f" --checkpoint-every {INTERVAL} --log-every 1 --deterministic --no-tensorboard --device cpu"
+        options += f" --checkpoint-every {CHECKPOINT_INTERVAL} --log-every 1 --deterministic --no-tensorboard"
+        options += " --device cpu"
         words += [*options.split(), *["--sharded-checkpoints"] * (fault.recipe == "fsdp")]
         return Job(fault.recipe, [*words, *more], log, env)
 
@@ -132,7 +133,7 @@ class Trial:
     def run(self) -> Figures:
         """Run the trial to its end, and stop and undo everything that it started; return its figures."""
         with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as undo:
-            undo.callback(self._tidy)
+            undo.callback(self._clean_up)
             undo.callback(self.repair)
             try:
                 if self.is_small_disk:
@@ -144,10 +145,10 @@ class Trial:
                 undo.callback(lambda: self.job.kill())  # the newest one: a job may be started again
                 self.steps = Steps(self.run_dir)
                 undo.callback(self.steps.end)
-                self._go_through()
+                self._run_fault()
             except NotSurvivedError as error:
                 self.figures.failure = str(error)
-            except TROUBLE as error:
+            except TRIAL_ERRORS as error:
                 # For example an unreadable record or checkpoint: the remaining faults are still planted.
                 self.figures.failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return self.figures
@@ -157,16 +158,18 @@ class Trial:
         while self.repairs:
             self.repairs.pop()()
 
-    def _tidy(self) -> None:
+    def _clean_up(self) -> None:
         """Unmount the small disk, and delete the folder of a trial that went well."""
         if self.runs_dir.is_mount():
             subprocess.run(["umount", "--lazy", str(self.runs_dir)], check=True)
         if not self.figures.failure:
             shutil.rmtree(self.folder)
 
-    def _go_through(self) -> None:
+    def _run_fault(self) -> None:
         self._plant()
-        status = {RIDES: self._ride, ROUNDS: self._go_on}.get(self.fault.then, self._end)()
+        status = {RIDES: self._wait_undisturbed, ROUNDS: self._wait_for_round}.get(
+            self.fault.then, self._wait_for_end
+        )()
         while status != 0 or not (self.run_dir / "result.json").exists():
             expect(self.figures.starts <= RESTARTS, f"not done after {RESTARTS} restarts (status {status})")
             status = self._restart()
@@ -174,21 +177,21 @@ class Trial:
 
     def _plant(self) -> None:
         """Wait until the job reaches a random step, and plant the fault."""
-        step = self.chance.randrange(2 * INTERVAL + 1, self.setting.steps // 2)
+        step = self.chance.randrange(2 * CHECKPOINT_INTERVAL + 1, self.setting.steps // 2)
         has_come = self.job.wait_for(lambda: self.steps.last() >= step, JOB_TIMEOUT_S)
         expect(has_come, f"the job did not come to step {step} (status {self.job.process.poll()})")
         self.figures.at_step, self.planted = self.steps.last(), time.monotonic()
         self.lines_before = self.job.text.count("elastic: ")
         self.figures.victim = self.fault.plant(self)
 
-    def _ride(self) -> int:
+    def _wait_undisturbed(self) -> int:
         """Wait for the end of a job that the fault does not interrupt; return its exit status."""
-        self._end_well()
+        self._wait_for_success()
         self.figures.training_again_s = self.steps.longest_pause(self.planted)
         self.figures.steps_lost = 0
         return 0
 
-    def _go_on(self) -> int:
+    def _wait_for_round(self) -> int:
         """Wait for an elastic job's next round and for its end; return its exit status."""
         figures = self.figures
         lines = self.lines_before
@@ -200,14 +203,14 @@ class Trial:
         self.repair()
         self._count_lost(before, 1)
         begun = time.monotonic()
-        self._end_well()
+        self._wait_for_success()
         first = self.steps.first_after(begun, self.launches[1]["step"])
         figures.training_again_s = first - self.planted if first else None
         is_in_time = first and first - self.planted <= ELASTIC_STEP_S
         expect(is_in_time, f"no new step within {ELASTIC_STEP_S:.0f} s")
         return 0
 
-    def _end(self) -> int:
+    def _wait_for_end(self) -> int:
         """Wait for the end of a job that the fault interrupts; return its exit status."""
         status = self._end_within(END_BOUND_S, "the job")
         self.figures.noticed_s = time.monotonic() - self.planted
@@ -231,7 +234,7 @@ class Trial:
             self.figures.training_again_s = first - self.planted
         return status
 
-    def _end_well(self) -> None:
+    def _wait_for_success(self) -> None:
         """Wait for the end of a job that continues, which has to have status 0."""
         status = self._end_within(JOB_TIMEOUT_S, "the job")
         expect(status == 0, f"ended with status {status}, and should have gone on")
@@ -255,7 +258,7 @@ class Trial:
     def _count_lost(self, before: int, launch: int) -> None:
         lost = max(0, before - self.launches[launch]["step"])
         self.figures.steps_lost = max(lost, self.figures.steps_lost or 0)
-        bound = self.fault.intervals * INTERVAL
+        bound = self.fault.intervals * CHECKPOINT_INTERVAL
         expect(lost <= bound, f"{lost} steps lost, more than {bound}")
 
     def _compare(self) -> None:

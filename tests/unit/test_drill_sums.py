@@ -137,7 +137,7 @@ def test_an_elastic_job_without_a_second_round_has_not_survived(tmp_path):
     one.steps = types.SimpleNamespace(seen=[(0.0, 30)])
     one.lines_before = 0
     with pytest.raises(NotSurvivedError, match="no second round began"):
-        one._go_on()
+        one._wait_for_round()
 
 
 def test_a_rank_is_killed_in_a_save_before_its_checkpoint_is_whole(tmp_path, monkeypatch):
