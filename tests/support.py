@@ -438,7 +438,7 @@ class Result:
         return self.errors[0]
 
 
-def _heed_ctrl_c() -> None:
+def _restore_ctrl_c() -> None:
     """React to Ctrl-C like a command on a terminal; one in the background of a script would ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -475,7 +475,7 @@ class Command:
             stdout=self._out,
             stderr=self._err,
             start_new_session=True,
-            preexec_fn=_heed_ctrl_c,
+            preexec_fn=_restore_ctrl_c,
         )
 
     def processes(self) -> list[psutil.Process]:
