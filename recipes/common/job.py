@@ -148,10 +148,10 @@ class Job:
         if is_sharded:
             content["parts"] = own["parts"] if is_sound else self.stop.error
         with self.peers.watch("checkpoint", computes=True):
-            self.writer.begin(content, is_best, copies=self.continues)
+            self.writer.begin(content, is_best, copies=self.trains_during_save)
 
     @property
-    def continues(self) -> bool:
+    def trains_during_save(self) -> bool:
         """Whether training continues while the checkpoint of this step is written."""
         is_epoch_end = self.position.step == self.position.epoch * self.steps_per_epoch
         goes_on = self.is_checkpoint_due() or (is_epoch_end and not self.is_complete)
@@ -233,7 +233,7 @@ class Job:
         self.position.step += 1
         with self.peers.watch("gradients"):
             if self.is_log_due() or self._is_saved_after(self.position.step):
-                self.guard.settle(self.position.step, self.scaler)
+                self.guard.read_back(self.position.step, self.scaler)
             self.throughput.count_step()
         if self.record:
             self.record.progress.advance()

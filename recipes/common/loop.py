@@ -230,7 +230,7 @@ def train_one_epoch(job: Job, technique: Technique) -> int:
     decision = GO
     technique.module.train()
     job.begin_epoch()
-    shares = (take_share(in_groups(batch, args)).flatten() for batch in job.global_batches())
+    shares = (take_share(split_into_groups(batch, args)).flatten() for batch in job.global_batches())
     for inputs, targets in technique.read_batches(job.data.train, shares, position.epoch):
         # Vote: each rank sends 4 bytes; the result is read after backward, so that no rank waits for it.
         finish_vote = job.begin_vote() if job.is_vote_due() else None
@@ -238,7 +238,9 @@ def train_one_epoch(job: Job, technique: Technique) -> int:
         job.guard.keep_buffers(technique.module.buffers(), job.scaler)
         loss_sum = torch.zeros((), device=job.device)
         passes = args.accumulate_steps
-        parts = zip(*(in_groups(tensor, args).tensor_split(passes) for tensor in (inputs, targets)), strict=True)
+        parts = zip(
+            *(split_into_groups(tensor, args).tensor_split(passes) for tensor in (inputs, targets)), strict=True
+        )
         for number, part in enumerate(parts, 1):
             some_inputs, some_targets = (groups.flatten(0, 1) for groups in part)
             loss_sum += technique.forward_backward(some_inputs, some_targets, number == passes)
@@ -269,7 +271,7 @@ def train_one_epoch(job: Job, technique: Technique) -> int:
     return decision
 
 
-def in_groups(samples: Tensor, args: Options) -> Tensor:
+def split_into_groups(samples: Tensor, args: Options) -> Tensor:
     """Return B samples as (B / G, G, ...), G = --batchnorm-group (default: 1): ranks and passes get whole rows."""
     return samples.unflatten(0, (-1, args.batchnorm_group or 1))
 
@@ -372,5 +374,5 @@ def save_checkpoint(job: Job, technique: Technique, is_best: bool = False) -> No
     sync_statistics(job, technique)
     job.wait_for_checkpoint()  # the one before: they are written one at a time
     job.save(is_best, technique.gather_state() if technique.gather_state else None)
-    if not job.continues:
+    if not job.trains_during_save:
         job.wait_for_checkpoint()

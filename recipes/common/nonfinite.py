@@ -98,7 +98,7 @@ class Guard:
     def restore_buffers(self, scaler: torch.amp.GradScaler) -> None:
         """Do nothing after the step."""
 
-    def settle(self, step: int, scaler: torch.amp.GradScaler) -> None:
+    def read_back(self, step: int, scaler: torch.amp.GradScaler) -> None:
         """Read the first bad step from a GPU, and the loss scale; the caller waits for the GPU anyway."""
         if (first_bad := int(self._first_bad)) >= 0:
             self.fail(first_bad, bool(self._bad_loss), "no checkpoint was written since")

@@ -32,7 +32,7 @@ def test_a_gpu_is_asked_only_when_it_is_waited_for_and_knows_the_first_bad_step(
     for step, gradient, loss in [(1, ONE, ONE), (2, NAN, first), (3, NAN, later)]:
         assert guard.check_gradients(step, loss, [gradient])
     assert guard.stop.error is None
-    guard.settle(3, SCALER)
+    guard.read_back(3, SCALER)
     assert str(guard.stop.error).startswith(f"{what} of step 2 is not finite; no checkpoint was written since")
 
 
@@ -69,9 +69,9 @@ def test_a_gradient_on_another_gpu_than_the_loss_is_checked():
 
 def test_a_collapsed_loss_scale_fails():
     guard = guard_of("skip")
-    guard.settle(20, torch.amp.GradScaler("cpu", init_scale=1.0))
+    guard.read_back(20, torch.amp.GradScaler("cpu", init_scale=1.0))
     assert guard.stop.error is None
-    guard.settle(21, torch.amp.GradScaler("cpu", init_scale=0.5))
+    guard.read_back(21, torch.amp.GradScaler("cpu", init_scale=0.5))
     assert "step 21 is not finite; the loss scale has collapsed to 0.5, so steps" in str(guard.stop.error)
     assert not guard.is_sound(21, [ONE])
 

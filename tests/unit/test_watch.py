@@ -435,7 +435,7 @@ def test_what_reads_from_a_gpu_is_watched(watch):
     peers, data = SimpleNamespace(device=cpu, world_size=1, watch=watch), SimpleNamespace(train=range(6400))
     job = Job(options, "ddp", data, peers, model, optimizer, scaler, stop=None)
     observed = Observed(watch, seen)
-    job.guard.check_gradients = job.guard.settle = job.throughput._synchronize = observed
+    job.guard.check_gradients = job.guard.read_back = job.throughput._synchronize = observed
     assert job.check_gradients(torch.ones(()), [torch.ones(1)])
     job.count_step()  # the first waits for the device
     job.count_step()  # the second is logged
