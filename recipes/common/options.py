@@ -164,7 +164,7 @@ def path_or_url(text: str) -> Path:
     return Path(text)
 
 
-def applies(name: str, data: str) -> bool:
+def option_applies(name: str, data: str) -> bool:
     """Return whether the option of this name, with underscores, has a meaning with this value of --data."""
     return name not in ONLY_FOR or (USER_CODE if is_user_code(data) else data) in ONLY_FOR[name]
 
@@ -363,7 +363,7 @@ class Options(TrainingOptions):
             raise UserError(f"--data-dir {url_of(self.data_dir)}: only shards can be read from a server; {fix}")
         for name, sources in ONLY_FOR.items():
             value = getattr(self, name)
-            if value != getattr(Options, name) and not applies(name, self.data):
+            if value != getattr(Options, name) and not option_applies(name, self.data):
                 words = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
                 known = " and ".join(source for source in sources if source != USER_CODE)
                 raise UserError(f"{words} is for --data {known}; drop it")

@@ -76,8 +76,8 @@ KINDS = {
 def decoder(request, monkeypatch):
     """Decode with nvImageCodec if it is available, or with Pillow alone."""
     if request.param == "Pillow":
-        monkeypatch.setattr(images, "library", lambda: None)
-    elif not images.decodes_parts():
+        monkeypatch.setattr(images, "import_nvimgcodec", lambda: None)
+    elif not images.can_decode_parts():
         pytest.skip("nvidia-nvimgcodec-cu13 is not made for this system")
     return request.param
 
@@ -107,7 +107,7 @@ def test_a_part_has_the_pixels_of_the_whole(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["4:2:0", "progressive"])
 def test_plain_jpegs_are_decoded_in_part(tmp_path, monkeypatch, kind):
     """Otherwise the tests above would pass without partial decoding."""
-    if not images.decodes_parts():
+    if not images.can_decode_parts():
         pytest.skip("nvidia-nvimgcodec-cu13 is not made for this system")
     monkeypatch.setattr(Image, "open", None)
     path = tmp_path / "image.jpg"
@@ -276,7 +276,7 @@ def test_a_sample_is_the_same_whoever_decodes_it(tmp_path, monkeypatch):
         paths[-1].write_bytes(KINDS[kind]())
     dataset = ImageFolder([(str(path), 1) for path in paths], 16, 3, train=True)
     samples = [dataset[5, i] for i in range(len(paths))]
-    monkeypatch.setattr(images, "library", lambda: None)
+    monkeypatch.setattr(images, "import_nvimgcodec", lambda: None)
     again = [dataset[5, i] for i in reversed(range(len(paths)))][::-1]
     assert all(torch.equal(one.input, other.input) for one, other in zip(samples, again, strict=True))
     assert [int(sample.target) for sample in samples] == [SKIPPED] + [1] * len(KINDS)
@@ -289,7 +289,7 @@ def test_what_decodes_whole_images_only_says_so_once(tmp_path, monkeypatch, capf
         (tmp_path / half / "a").mkdir(parents=True)
         picture().save(tmp_path / half / "a" / "0.jpg")
     args = options(["--data", "imagefolder", "--data-dir", str(tmp_path), "--workers", "0"])
-    monkeypatch.setattr(imagefolder, "decodes_parts", lambda: False)
+    monkeypatch.setattr(imagefolder, "can_decode_parts", lambda: False)
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         load_data(args, CPU, print)
@@ -310,7 +310,7 @@ class TestDecodeGpu:
 
     @pytest.fixture
     def folder(self, tmp_path):
-        if not images.decodes_parts():
+        if not images.can_decode_parts():
             pytest.skip("nvidia-nvimgcodec-cu13 is not made for this system")
         for half in ("train", "val"):
             (tmp_path / half / "a").mkdir(parents=True)
@@ -372,6 +372,6 @@ class TestDecodeGpu:
         monkeypatch.setattr(PartDecoder, "__call__", lambda self, parts: [None])
         with pytest.raises(UserError, match="nvImageCodec cannot decode on cpu; pip install"):
             decoder_of(dataset)
-        monkeypatch.setattr(gpu_decode, "library", lambda: None)
+        monkeypatch.setattr(gpu_decode, "import_nvimgcodec", lambda: None)
         with pytest.raises(UserError, match="--decode gpu needs nvImageCodec: pip install"):
             decoder_of(dataset)

@@ -28,7 +28,7 @@ from recipes.common.checkpoint.checkpoint import (
     reason_of,
 )
 from recipes.common.errors import UserError
-from recipes.common.options import Options, applies
+from recipes.common.options import Options, option_applies
 
 ShardCheck = Callable[[Path, list[dict[str, Any]]], None]
 """Checks the files that a sharded checkpoint names; raises as check_shards()."""
@@ -180,7 +180,7 @@ def check_options(args: Options, content: dict[str, Any], path: Path) -> None:
             what = f"{path} was written with {flag} {value}, which this version does not support"
             raise UserError(f"{what}; resume with the version that wrote it")
         own = getattr(args, name)
-        if own != value and applies(name, args.data):
+        if own != value and option_applies(name, args.data):
             raise UserError(
                 f"{path} was written with {flag} {value}, this run has {flag} {own}; "
                 "give the same, or start a new run without --resume"

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from recipes.common.data.images import BAD_IMAGE, Box, decode, find_part, library, make_decoder
+from recipes.common.data.images import BAD_IMAGE, Box, decode, find_part, import_nvimgcodec, make_decoder
 from recipes.common.data.workers import Sample
 from recipes.common.errors import UserError
 from recipes.common.task import SKIPPED
@@ -69,7 +69,7 @@ class PartDecoder:
 
     def __init__(self, device: torch.device, threads: int) -> None:
         self.device = device
-        codec = library()
+        codec = import_nvimgcodec()
         if codec is None:
             raise UserError("--decode gpu needs nvImageCodec: pip install 'nvidia-nvimgcodec-cu13[nvjpeg]'")
         kinds, number = [codec.BackendKind.CPU_ONLY], codec.NVIMGCODEC_DEVICE_CPU_ONLY

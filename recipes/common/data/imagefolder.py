@@ -26,7 +26,7 @@ from torch.nn.functional import interpolate
 from torch.utils.data import Dataset
 
 from recipes.common.data.gpu_decode import BatchDecoder, Encoded, PartDecoder, collate, encode, encode_pixels
-from recipes.common.data.images import BAD_IMAGE, Box, decode, decodes_parts, find_part, read
+from recipes.common.data.images import BAD_IMAGE, Box, can_decode_parts, decode, find_part, read
 from recipes.common.data.splits import Data, Normalise, digest
 from recipes.common.data.workers import LoadedSplit, Sample
 from recipes.common.errors import UserError
@@ -264,7 +264,7 @@ def data_of(
     on_bad_image: Callable[[UserError], None],
 ) -> Data:
     """Return training and test images as data whose splits --workers processes decode."""
-    if not decodes_parts() and os.environ.get("RANK", "0") == "0":
+    if not can_decode_parts() and os.environ.get("RANK", "0") == "0":
         print("note: no nvImageCodec here: Pillow decodes whole images, which takes longer", file=sys.stderr)
     normalise = Normalise(MEAN, STD, args.image_size, device, args.channels_last)
     if args.decode == "gpu" and device.type != "cuda":
@@ -293,7 +293,7 @@ def _folder_digest(folder: Path) -> str:
     return state.hexdigest()
 
 
-def leads_back(path: Path) -> bool:
+def is_link_cycle(path: Path) -> bool:
     """Return whether a link leads to a folder that it is in: a walk through it would not end."""
     if not path.is_symlink():
         return False
@@ -315,7 +315,7 @@ def _scan(folder: Path, half: str) -> dict[str, list[str]]:
 
     try:
         entries = [entry for entry in os.scandir(root) if entry.is_dir() and entry.name[0] != "."]
-        names = sorted(entry.name for entry in entries if not leads_back(Path(entry.path)))
+        names = sorted(entry.name for entry in entries if not is_link_cycle(Path(entry.path)))
     except OSError as error:
         refuse(error)
     if not names:
@@ -323,7 +323,7 @@ def _scan(folder: Path, half: str) -> dict[str, list[str]]:
     classes: dict[str, list[str]] = {name: [] for name in names}
     for name, paths in classes.items():
         for place, folders, files in os.walk(root / name, onerror=refuse, followlinks=True):
-            folders[:] = [f for f in folders if f[0] != "." and not leads_back(Path(place, f))]
+            folders[:] = [f for f in folders if f[0] != "." and not is_link_cycle(Path(place, f))]
             images = [file for file in files if file.lower().endswith(EXTENSIONS) and file[0] != "."]
             paths += [os.path.relpath(os.path.join(place, file), folder) for file in images]
         if not paths:

@@ -87,9 +87,9 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
     return image
 
 
-def decodes_parts() -> bool:
+def can_decode_parts() -> bool:
     """Return whether nvImageCodec is installed; without it, Pillow decodes everything whole."""
-    return library() is not None
+    return import_nvimgcodec() is not None
 
 
 def find_part(content: bytes | np.ndarray, choose: Callable[[int, int], Box]) -> tuple[Any, Box] | None:
@@ -97,7 +97,7 @@ def find_part(content: bytes | np.ndarray, choose: Callable[[int, int], Box]) ->
 
     Return None for what Pillow has to decode: all but whole plain colour JPEGs. `content` must outlive the stream.
     """
-    codec = library()
+    codec = import_nvimgcodec()
     # A truncated file lacks its end marker: decoding it whole shows whether data below the crop are missing.
     if codec is None or bytes(content[:3]) != JPEG_BEGIN or bytes(content[-2:]) != JPEG_END:
         return None
@@ -115,7 +115,7 @@ def find_part(content: bytes | np.ndarray, choose: Callable[[int, int], Box]) ->
 
 
 @functools.cache
-def library() -> Any:
+def import_nvimgcodec() -> Any:
     """Return nvImageCodec, or None if it is not installed."""
     os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")  # Pillow reports damaged files
     try:
@@ -129,7 +129,7 @@ def library() -> Any:
 @functools.cache
 def _decoder(pid: int) -> tuple[Any, Any]:
     """Return a decoder for this process (a forked process needs its own) and its settings."""
-    codec = library()
+    codec = import_nvimgcodec()
     return make_decoder(
         codec.NVIMGCODEC_DEVICE_CPU_ONLY, 1, codec.BackendKind.CPU_ONLY
     )  # --workers decode at once
@@ -137,7 +137,7 @@ def _decoder(pid: int) -> tuple[Any, Any]:
 
 def make_decoder(device: int, threads: int, *kinds: Any) -> tuple[Any, Any]:
     """Return a decoder on a GPU, or without one, with these kinds of back end, and its settings, as Pillow's."""
-    codec = library()
+    codec = import_nvimgcodec()
     decoder = codec.Decoder(
         device_id=device,
         max_num_cpu_threads=threads,

@@ -13,7 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from recipes.common.seeding import seed_step
 
 
-def draws(module: nn.Module) -> bool:
+def draws_random_numbers(module: nn.Module) -> bool:
     """Return whether a layer draws random numbers: dropout, stochastic depth, attention or an RNN with dropout."""
     if isinstance(module, _DropoutNd) or type(module).__name__ == "StochasticDepth":  # torchvision's
         return bool(module.p)
@@ -22,7 +22,7 @@ def draws(module: nn.Module) -> bool:
 
 def warning(model: nn.Module) -> str:
     """Return a warning if dropout makes the losses of several ranks differ from those of one, else ""."""
-    if not any(map(draws, model.modules())):
+    if not any(map(draws_random_numbers, model.modules())):
         return ""
     return "warning: dropout draws other numbers on each rank, so losses depend on the number of processes"
 
