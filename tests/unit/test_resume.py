@@ -245,6 +245,14 @@ def test_a_complete_run_stays_as_it_is(run, single):
     assert (run / "result.json").stat().st_mtime_ns > asked_at, "launch files go by it"
 
 
+def test_ranks_of_a_complete_run_find_no_hang_of_an_earlier_end(run, single):
+    """Horovod's ranks, which have no store, take hang/ for the report of another rank, and end with status 3."""
+    (run / "hang").mkdir()
+    (run / "hang-report.txt").write_text("rank 1 does not come")
+    single("a", "--epochs", "1", "--resume", "auto")
+    assert [path.name for path in run.glob("hang*")] == ["hang-report-1.txt"]
+
+
 def test_with_more_epochs_it_goes_on_and_totals_add_up(run, single):
     first = read(run, "result.json")
     assert (first["step"], first["samples"]) == (EPOCH, EPOCH * 64)

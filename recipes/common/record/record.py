@@ -150,6 +150,8 @@ class Record:
             with as_user_error("read", self.folder):
                 self._earlier_result = earlier_launches.read_result(self.folder, step) if is_complete else None
         if self._earlier_result:
+            with as_user_error("write", self.folder):
+                earlier_launches.rename_report(self.folder)  # Horovod's ranks end if they find hang/
             self.progress.say(f"run {self.folder} is complete: nothing to train")
             return
         if step > total_steps:
