@@ -404,6 +404,23 @@ def test_who_is_no_straggler():
     assert stragglers(work(1, [0]), work(200, [9]), 10, share=0.1) == []  # it is alone
 
 
+def test_ranks_that_stay_slow_are_named_less_and_less_often(args, monkeypatch):
+    windows_s = []
+
+    def find(before, after, seconds, share):
+        windows_s.append(seconds)
+        return ["rank 1 is slow"] * (len(windows_s) != 7)
+
+    monkeypatch.setattr(watch_module, "NOTE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(watch_module, "stragglers", find)
+    args.straggler_window_s, args.straggler_share = 0.02, 0.25
+    with contextlib.closing(Watch(0, 2, args, Store())) as watch:
+        wait_until(lambda: len(windows_s) >= 8, 60, "eight windows")
+        assert watch.take_stragglers()[:6] == ["rank 1 is slow"] * 6
+    assert all(found_s > 0.02 * 2**i for i, found_s in enumerate(windows_s[:7]))
+    assert windows_s[7] < 1.28, "once none was slow, the window is the usual one"
+
+
 def test_work_is_what_lies_outside_of_collectives(watch):
     time.sleep(0.05)
     with watch("gradients"):

@@ -204,8 +204,12 @@ class Watch(NoWatch):
                 if self.rank == 0 and self.args.straggler_share and now > since + window_s:
                     texts = read_notes(store, "note", range(self.world_size))
                     after = {rank: json.loads(text) for rank, text in texts.items()}
-                    self._stragglers += stragglers(before, after, now - since, self.args.straggler_share)
+                    found = stragglers(before, after, now - since, self.args.straggler_share)
+                    self._stragglers += found
                     before, since = after, now
+                    # While ranks stay slow, each window is twice as long: by default up to an hour.
+                    own_s = self.args.straggler_window_s
+                    window_s = min(2 * window_s, 360 * own_s) if found else own_s
 
     def _note(self) -> dict[str, Any]:
         """Return this rank's note: its position, in values that JSON has."""
