@@ -241,8 +241,8 @@ class CheckpointWriter:
 
         What is written is a copy; with copies=False, it is the content itself, which has to stay as it is.
         """
+        self.wait()  # one at a time; the checkpoint before counts this
         started = time.perf_counter()
-        self.wait()  # one at a time
         if copies:
             # The memory of the last copy is used again: its pages are there already.
             content = self._copy = copy_tree(content, self._copy)
