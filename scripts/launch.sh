@@ -17,9 +17,10 @@
 set -euo pipefail
 
 if [[ -n ${SCRIPT:-} ]]; then # paths begin at the caller's folder
-    SCRIPT=$(realpath -ms "$SCRIPT") WORKDIR=$(realpath -ms "${WORKDIR:-.}")
-    RUN_DIR=${RUN_DIR:+$(realpath -ms "$RUN_DIR")}
-    export SCRIPT WORKDIR RUN_DIR
+    for variable in SCRIPT WORKDIR RUN_DIR; do # macOS' realpath knows no -ms
+        if [[ -n ${!variable:-} && ${!variable} != /* ]]; then export "$variable=$PWD/${!variable}"; fi
+    done
+    export WORKDIR=${WORKDIR:-$PWD} RUN_DIR=${RUN_DIR:-}
 fi
 CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONHOME PYTHONSAFEPATH # they are for another Python, and hide the modules of this folder
@@ -31,6 +32,7 @@ if (($# == 0)); then
 fi
 recipe=$1
 shift
+if [[ ${MASTER_ADDR:-} == \[*\] ]]; then MASTER_ADDR=${MASTER_ADDR//[][]/}; fi # [fd00::1], as URLs have it
 
 refuse() {
     echo "error: $1" >&2

@@ -313,6 +313,20 @@ def test_another_node_waits_no_longer_than_the_bound(address):
     assert caught.value.status == 68, "rejoin.py makes 1 of it, or lost where a node comes back"
 
 
+@pytest.mark.parametrize("address", ["[fd00::1]", "fd00::1"])
+def test_a_node_gets_whole_paths_and_a_bare_address(tmp_path, address):
+    """Paths of a script begin at the caller's folder, without GNU's realpath; URLs have addresses in brackets."""
+    shown = '"$SCRIPT" "$WORKDIR" "$RUN_DIR" "$MASTER_ADDR"'
+    write_program(tmp_path / "python", rf"printf '%s\n' {shown}")
+    write_program(tmp_path / "realpath", "exit 1")
+    own = {"SCRIPT": "a b/train.py", "RUN_DIR": "/runs/mine", "PYTHON": str(tmp_path / "python")}
+    own |= {"MASTER_ADDR": address, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [ROOT / "scripts/launch.sh", "ddp"], cwd=tmp_path, env=own, capture_output=True, text=True, timeout=20
+    )
+    assert done.stdout.splitlines() == [f"{tmp_path}/a b/train.py", str(tmp_path), "/runs/mine", "fd00::1"]
+
+
 @pytest.mark.parametrize("script", sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("s*/*.s*h*")))
 def test_shell_scripts_are_strict_and_parse(script):
     text = (ROOT / script).read_text()
