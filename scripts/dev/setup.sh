@@ -11,7 +11,8 @@ set -euo pipefail
 CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 want=${1:-}
 unset PYTHONHOME # as venv's own activate does
-unset PIP_TARGET PIP_PREFIX PIP_ROOT PIP_PYTHON # packages would go elsewhere than to .venv
+# Else packages would go elsewhere than to .venv. (--target= below and PIP_USER=0 override a pip.conf.)
+unset PIP_TARGET PIP_PREFIX PIP_ROOT PIP_PYTHON
 export PIP_USER=0
 if [[ ! $want =~ ^(run|dev|bench)$ ]]; then
     echo "usage: scripts/dev/setup.sh run|dev|bench" >&2
@@ -76,13 +77,14 @@ if ! runs || ! { .venv/bin/python -m pip --version || .venv/bin/python -m ensure
         exit 2
     }
 fi
-size="PyTorch with CUDA: about 6 GB, some minutes"
+free=$(df -Pk .venv | awk 'NR == 2 { print int($4 / 1e6) }')
+size="PyTorch with CUDA: about 6 GB of the $free GB that are free, some minutes"
 if cmp -s .venv/.installed/run.txt requirements/run.txt; then size="only what is missing"; fi
 say "installing requirements/$want.txt into .venv ($size); log: $log"
 [[ -f .venv/.installed ]] && rm .venv/.installed # of an older version of this script
 rm -f ".venv/.installed/$want.txt"
 if ! .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off --require-hashes \
-    --no-compile --requirement "requirements/$want.txt" 2>&1 | tee "$log" | show_progress; then
+    --target= --no-compile --requirement "requirements/$want.txt" 2>&1 | tee "$log" | show_progress; then
     tail -n 20 "$log" >&2
     echo "error: pip could not install requirements/$want.txt; its last lines are above, all of them in $log" >&2
     exit 2

@@ -499,8 +499,8 @@ def test_setup_shows_what_it_installs_and_keeps_its_log(checkout, want):
     result = run_command(str(checkout / "scripts/dev/setup.sh"), want)
     assert (result.status, result.stdout) == (0, "")
     first, *others = result.stderr.splitlines()
-    assert first.startswith(f"setup: installing requirements/{want}.txt into .venv (PyTorch with CUDA: about 6 GB")
-    assert first.endswith("; log: .venv/setup.log")
+    start = rf"setup: installing requirements/{want}\.txt into \.venv \(PyTorch with CUDA: about 6 GB"
+    assert re.fullmatch(rf"{start} of the \d+ GB that are free, some minutes\); log: \.venv/setup\.log", first)
     assert others == [
         "setup: 20 packages",
         "setup: Downloading torch-2.14.1-cp311-cp311-manylinux_2_28_x86_64.whl (888 MB)",
@@ -558,7 +558,7 @@ def test_setup_that_fails_shows_pips_last_lines(checkout):
 def test_setup_installs_into_its_environment_whatever_pip_is_told(checkout):
     python = checkout / ".venv/bin/python"
     install = '*" pip install "*)\n'
-    checks = "[[ -z ${PIP_TARGET:-}${PIP_PREFIX:-} && ${PIP_USER:-} == 0 ]] || exit 1\n"
+    checks = "[[ -z ${PIP_TARGET:-}${PIP_PREFIX:-} && ${PIP_USER:-} == 0 && $* == *' --target= '* ]] || exit 1\n"
     python.write_text(python.read_text().replace(install, install + checks))
     own = {"PIP_TARGET": "/elsewhere", "PIP_PREFIX": "/elsewhere", "PIP_USER": "1"}
     assert run_command(str(checkout / "scripts/dev/setup.sh"), "run", **own).status == 0
