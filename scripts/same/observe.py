@@ -268,7 +268,8 @@ class Observer:
             and (mask.shape, mask.device) == (batch.shape, batch.device)
             and not (mask.is_floating_point() or has_no_values(mask))
         ):
-            batch = batch * mask  # a sample's padding depends on the others of its batch
+            # A sample's padding depends on the others of its batch: it moves to the end, as zeros.
+            batch = (batch * mask).gather(-1, (mask == 0).sort(dim=-1, stable=True).indices)
         # A wrapper's own training flag may be out of date.
         if not torch.is_grad_enabled() or not any(part.training for part in module.modules()):
             self.evaluation_model = self.evaluation_model or id(module)

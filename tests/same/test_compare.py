@@ -42,10 +42,12 @@ class Tagger(torch.nn.Module):
         return self.embedding(input_ids)
 
 
-def test_what_pads_a_sample_is_no_part_of_it_if_the_model_gets_a_mask(tmp_path):
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_what_pads_a_sample_is_no_part_of_it_if_the_model_gets_a_mask(tmp_path, side):
     """A batch is padded to its longest sample: on several ranks, that is another one."""
     pad, model = 7, Tagger()
-    long = {"input_ids": torch.tensor([[1, 2, 3, 4], [5, 6, pad, pad]])}
+    padded = [5, 6, pad, pad] if side == "right" else [pad, pad, 5, 6]
+    long = {"input_ids": torch.tensor([[1, 2, 3, 4], padded])}
     short = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2, dtype=torch.int64)}
     for mask in (long["input_ids"] != pad, (long["input_ids"] != pad).long()):
         observer = observe.Observer(tmp_path, 0)
