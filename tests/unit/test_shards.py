@@ -121,6 +121,11 @@ def test_other_images_have_another_fingerprint(images, whole, tmp_path):
     assert other.fingerprint() != load("shards", whole).train.fingerprint()
 
 
+def test_the_places_of_images_take_little_memory(whole):
+    fields = load("shards", whole).train.dataset.fields
+    assert sum(field.element_size() for field in fields.values()) == 32
+
+
 def test_a_damaged_image_is_one_line(copy):
     path = copy / "train-000000.tar"
     content = bytearray(path.read_bytes())

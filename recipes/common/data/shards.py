@@ -66,8 +66,9 @@ class ShardedImages(Images):
     ) -> None:
         super().__init__(args.image_size, args.seed, train)
         self.folder, self.shards, self.has_blocks = folder, shards, train and args.shuffle_block > 1
-        # Tensors are in memory that all workers of a rank share.
-        self.fields = {name: torch.from_numpy(fields[name].astype(np.int64)) for name in FIELDS}
+        # Tensors are in memory that all workers of a rank share, 32 bytes an image. Torch passes no uint32 on.
+        fields = {**fields, "crc": fields["crc"].astype(np.int64)}
+        self.fields = {name: torch.from_numpy(fields[name]) for name in FIELDS}
         self.labels = self.fields["label"]
         self.files: dict[int, int] = {}
         """Open files, by shard."""
