@@ -42,6 +42,8 @@ APPLY_CLUSTER_YAML = "kubectl apply -f k8s/cluster.yaml makes it, once for a nam
 KUBECTL_TIMEOUT_S = 60
 """Longest wait for kubectl to answer."""
 POLL_S = float(os.environ.get("K8S_POLL_S", "2"))
+LONG_POLL_S = 5 * POLL_S
+"""Time between two looks at the job while node 0's log grows."""
 RETRY_S = 120.0
 """How long a transient fault may last, such as a busy registry, a late mount or a silent API server."""
 INTERRUPTED = 128 + signal.SIGINT
@@ -284,11 +286,19 @@ class FollowedLog:
         self.process = subprocess.Popen([*self.command, *since])
         self.begun = self.last_seen = time.monotonic()
 
+    def grows(self, timeout_s: float) -> bool:
+        """Wait for the log's end, at most so long; return whether it had not ended before."""
+        if self.process.poll() is not None:
+            return False
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout_s)
+        self.last_seen = time.monotonic()
+        return True
+
     def keep_following(self, head: dict[str, Any] | None) -> bool:
         """Follow the log again if its connection broke; return whether it goes on."""
         now = time.monotonic()
         if self.process.poll() is None:
-            self.last_seen = now
             return True
         if not self.process.returncode or head is None or container_start_id(head) != self.start_id:
             return False
@@ -320,7 +330,8 @@ class Watch:
         """Follow every start of node 0's container until the job has ended; return the exit status."""
         try:
             while (end := self.step()) is None:
-                time.sleep(POLL_S)
+                if not (self.log and self.log.grows(LONG_POLL_S)):
+                    time.sleep(POLL_S)
             state, reason = end
         finally:
             if self.log:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import types
 from unittest.mock import Mock
 
@@ -581,6 +582,17 @@ def test_a_job_in_a_queue_is_waited_for_without_a_bound(monkeypatch, now, capsys
     now[0] += 2
     with pytest.raises(UserError, match=r"node 0 has not started within 900 s \(2 of 2 pods are there\)"):
         watching.step()
+
+
+def test_while_a_log_grows_its_end_is_waited_for():
+    """A list of all pods each 2 s is much for a cluster of thousands; the end of the log tells what matters."""
+    log = apply.FollowedLog.__new__(apply.FollowedLog)
+    begun = time.monotonic()
+    with subprocess.Popen(["sleep", "2"]) as log.process:
+        assert log.grows(0.01)
+        assert log.grows(60)
+        assert begun + 1.9 < log.last_seen < begun + 40
+        assert not log.grows(60)
 
 
 def test_a_container_that_runs_on_without_a_log_is_bounded(monkeypatch, now):
