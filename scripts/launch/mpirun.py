@@ -141,10 +141,10 @@ def choose_address(world: MPI.Comm, local: MPI.Comm, is_one_host: bool) -> tuple
     if world.rank == 0:
         try:
             token = secrets.token_hex(16)
-            echo = Echo("", token, int(os.environ.get("MASTER_PORT") or free_port()))
-            candidates = (
-                [given] if given else ["127.0.0.1"] if is_one_host else [*own_addresses(), socket.getfqdn()]
-            )
+            given = given or ("127.0.0.1" if is_one_host else None)
+            place = given if given == "127.0.0.1" else ""
+            echo = Echo(place, token, int(os.environ.get("MASTER_PORT") or free_port(place)))
+            candidates = [given] if given else [*own_addresses(), socket.getfqdn()]
             offer = candidates, echo.port, token
         except (OSError, ValueError, OverflowError) as error:
             print(

@@ -116,12 +116,14 @@ def start_store(store: subprocess.Popen[bytes] | None) -> subprocess.Popen[bytes
     """Start the job's store unless it runs already; return its process, or None if this node serves none."""
     if os.environ.get("RDZV_ENDPOINT") or read_number("NODE_RANK", 0, at_least=0) > 0:
         return None
-    port = read_master(1)[1]
+    address, port = read_master(1)
     if store is None:
         check_port(port)
     elif store.poll() is None:
         return store
-    return start_process([sys.executable, "-m", "scripts.launch.elastic", str(port)], os.environ)
+    # As Node.bind_address: no other machine has a node of this job.
+    place = [str(port), *([address] if address == "127.0.0.1" else [])]
+    return start_process([sys.executable, "-m", "scripts.launch.elastic", *place], os.environ)
 
 
 def run_with_restarts(options: list[str], max_restarts: int, agent: list[str]) -> int:

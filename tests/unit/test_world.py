@@ -5,6 +5,7 @@ import dataclasses
 import os
 import pickle
 import re
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -188,6 +189,20 @@ def test_ranks_of_large_jobs_connect_with_those_with_whom_they_exchange_data(mon
     else:
         assert {store.reads for store in stores} == {count}
         assert min(map(len, values.values())) > 8 * count
+
+
+def test_the_store_that_rank_0_serves_on_one_machine_is_out_of_others_reach(monkeypatch):
+    """In spawn, under mpirun, and in the rounds of an elastic job."""
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    connect("cpu", Ranks(0, 0, 1, 1), timedelta(seconds=20))
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=10).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), timeout=10)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("local_rank", "says"), [("0", True), ("1", False)])

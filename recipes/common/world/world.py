@@ -8,6 +8,7 @@ import inspect
 import io
 import os
 import pickle
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -162,8 +163,10 @@ def connect(
     """
     try:
         # World: rank 0 (or torchrun's agent) hosts a store there, through which processes then find each other.
+        server = serve_on_loopback(ranks.rank)
         rendezvous = dist.rendezvous("env://", rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
         store, _, _ = next(iter(rendezvous))
+        del server  # the store has taken it over
         device = agree_on_device(
             lambda: choose_device(wanted, ranks, devices_per_rank),
             ranks.rank,
@@ -205,6 +208,19 @@ def connect(
         from recipes.common.process.rendezvous_errors import connection_error
 
         raise connection_error(ranks.rank, str(error)) from None
+
+
+def serve_on_loopback(rank: int) -> dist.Store | None:
+    """If this rank hosts the store at 127.0.0.1, listen there alone: torch itself listens on all addresses."""
+    place = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT") or 0)
+    if rank or place[0] != "127.0.0.1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    try:
+        listener = socket.create_server(place)
+    except OSError:  # torch says why
+        return None
+    own: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
+    return dist.TCPStore(*place, is_master=True, master_listen_fd=listener.detach(), **own)
 
 
 def bounded(rank: int, timeout: timedelta) -> contextlib.AbstractContextManager[None]:
