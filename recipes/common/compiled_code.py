@@ -1,14 +1,29 @@
-"""--compile: the folder in which torch keeps compiled code, and from which it runs whatever it finds."""
+"""--compile: torch's compiler, and the folder in which it keeps code, and from which it runs whatever it finds."""
 
 from __future__ import annotations
 
 import os
+import socket
 import stat
 from pathlib import Path
 
+import torch
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.runtime.runtime_utils import default_cache_dir
 
 from recipes.common.errors import UserError
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise UserError as check_folder(), or if a CPU's model has no C++ compiler; most GPUs' models need none."""
+    check_folder()
+    try:
+        if device.type == "cpu":
+            get_cpp_compiler()
+    except InvalidCxxCompiler:
+        fix = "install g++, set CXX to a C++ compiler, or drop --compile"
+        raise UserError(f"--compile: {socket.gethostname()} has no C++ compiler; {fix}") from None
 
 
 def check_folder() -> None:

@@ -225,9 +225,9 @@ def timed_step(args: Options, kind: Kind, samples: int, device: torch.device) ->
         inputs = inputs.contiguous(memory_format=torch.channels_last)
         model.to(memory_format=torch.channels_last)
     if args.compile:
-        from recipes.common.compiled_code import check_folder
+        from recipes.common.compiled_code import check_compiler
 
-        check_folder()
+        check_compiler(device)
         model.compile(mode=args.compile_mode)
     choose_kernels(args)
 

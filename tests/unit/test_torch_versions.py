@@ -84,3 +84,13 @@ def test_compiled_code_is_run_from_a_folder_of_this_user(tmp_path, monkeypatch):
     folder.touch()
     with pytest.raises(UserError, match="is a file; remove it"):
         compiled_code.check_folder()
+
+
+def test_a_machine_that_cannot_compile_for_its_cpu_is_refused(tmp_path, monkeypatch):
+    """Torch itself finds out in the first step, and prints a traceback of sixty lines."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with torch._inductor.config.patch({"cpp.cxx": (None, "no-such-g++")}):
+        compiled_code.check_compiler(torch.device("cuda", 0))
+        with pytest.raises(UserError, match=r"^--compile: .* has no C\+\+ compiler; install g\+\+, "):
+            compiled_code.check_compiler(torch.device("cpu"))
+    compiled_code.check_compiler(torch.device("cpu"))

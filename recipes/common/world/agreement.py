@@ -100,7 +100,7 @@ def load_same_data(args: Options, recipe: str, peers: Peers, on_bad_image: Calla
 
     Options are compared first: they decide which collectives load the data, and which groups the ranks make.
 
-    Raises UserError if data are missing or malformed, or --compile finds a folder that another user can write to;
+    Raises UserError if data are missing or malformed, or --compile finds no compiler, or a folder of others;
     or, with the first rank and the first difference, if options, data, code or libraries differ from rank 0's.
     """
     found = b""
@@ -114,9 +114,9 @@ def load_same_data(args: Options, recipe: str, peers: Peers, on_bad_image: Calla
                 peers.broadcast_tensor(content)
         found = content.numpy().tobytes()
     if args.compile:
-        from recipes.common.compiled_code import check_folder
+        from recipes.common.compiled_code import check_compiler
 
-        run_on_all_ranks(check_folder, peers)
+        run_on_all_ranks(lambda: check_compiler(peers.device), peers)
     data = run_on_all_ranks(lambda: load_data(args, peers.device, on_bad_image, found), peers)
     halves = {"the training set": data.train, "the test set": data.test}
     facts = run_on_all_ranks(lambda: {name: half.fingerprint() for name, half in halves.items()}, peers)
