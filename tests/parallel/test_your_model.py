@@ -140,6 +140,12 @@ class Noisy(nn.Linear):
     def forward(self, inputs):
         return super().forward(nn.functional.dropout(inputs, 0.5, self.training))
 
+class Normed(nn.Sequential):
+    def __init__(self, data):
+        super().__init__(nn.Embedding(2, 3, max_norm=1.0), nn.Flatten(), nn.Linear(6, 3))
+    def forward(self, inputs):
+        return super().forward((inputs > 0).long())
+
 class Auxiliary(nn.Linear):
     def __init__(self, data):
         super().__init__(2, 3)
@@ -279,6 +285,14 @@ def test_a_model_that_draws_random_numbers_in_its_code_is_warned_of(
     assert not any(outcome.statuses), outcome.text
     warning = "warning: your model draws other random numbers on each rank, so losses depend on the number"
     assert outcome.text.count(warning) == count
+
+
+@pytest.mark.parametrize(("recipe", "world_size"), [("ddp", 2), *slow(("fsdp", 2), ("single", 1))])
+def test_an_embedding_that_scales_its_rows_is_warned_of(start, recipe, world_size):
+    """It writes to its weight in forward(): in ddp, weights of ranks drift apart; fsdp scales a copy."""
+    outcome = start(recipe, world_size, "--data", "mine:spirals", "--model", "mine:Normed", "--max-steps", "2")
+    warning = "warning: 0 has max_norm, by which each rank scales the rows of its own samples, so losses depend on"
+    assert outcome.wait(check=True).text.count(warning) == (world_size > 1)
 
 
 @pytest.mark.parametrize("recipe", ["ddp", *slow("fsdp")])

@@ -125,6 +125,15 @@ def check_sparse(model: nn.Module, args: Options) -> None:
             raise UserError(f"{what}, which this recipe does not take with these options; {fix}")
 
 
+def max_norm_warning(model: nn.Module) -> str:
+    """Return a warning if an embedding scales the rows it looks up, on each rank those of its share; else ""."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            what = f"{name or 'your model'} has max_norm, by which each rank scales the rows of its own samples"
+            return f"warning: {what}, so losses depend on the number of processes"
+    return ""
+
+
 def check_state(model: nn.Module, args: Options) -> None:
     """Raise UserError if a checkpoint could not restore what the model's state dict holds besides tensors."""
     for name, value in model.state_dict().items():
