@@ -20,6 +20,7 @@ from recipes.common.options import Options, check_batch
 from recipes.common.world.peers import Peers
 from recipes.dataparallel import train as dataparallel
 from recipes.pipeline.partition import check_microbatches
+from tests.conftest import refused
 
 ARGS = Options(global_batch_size=24, batchnorm_group=4)
 
@@ -124,6 +125,26 @@ def test_a_model_without_batch_norm_has_nothing_to_group():
     check_groups(nn.LayerNorm(3), Options())
     with pytest.raises(UserError, match=r"^--batchnorm-group 4: --model lenet has no batch norm; drop it$"):
         check_groups(nn.LayerNorm(3), ARGS)
+
+
+class Activated(nn.BatchNorm2d):
+    """Batch norm and an activation in one layer, as timm's BatchNormAct2d."""
+
+    def forward(self, images):
+        return super().forward(images).relu()
+
+
+def test_a_layer_that_does_more_than_batch_norm_is_refused():
+    """Groups or a synchronised layer in its place would drop the activation."""
+    reason = "0 is a Activated, whose forward() is not that of torch's batch norm; use torch's, with what follows"
+    with refused(f"--batchnorm-group 4: {reason}"):
+        check_groups(nn.Sequential(Activated(3)), ARGS)
+    with refused(f"--sync-batchnorm: {reason}"):
+        sync_batch_norm(nn.Sequential(Activated(3)), Peers(torch.device("cuda")))
+    layer = nn.BatchNorm2d(3)
+    layer.forward = Activated(3).forward
+    with refused("--batchnorm-group 4: the model is a BatchNorm2d"):
+        check_groups(layer, ARGS)
 
 
 def test_one_line_says_that_losses_depend_on_the_number_of_processes():

@@ -98,20 +98,34 @@ def group_batch_norm(model: nn.Module, args: Options, share_size: int) -> None:
 def sync_batch_norm(model: nn.Module, peers: Peers) -> nn.Module:
     """Return the model with nn.SyncBatchNorm, as --sync-batchnorm asks: statistics over a pass of all ranks.
 
-    Raises UserError on CPUs.
+    Raises UserError on CPUs, or as check_forward().
     """
     if peers.device.type == "cpu":
         fix = "use --batchnorm-group, which exchanges nothing"
         raise UserError(f"--sync-batchnorm: torch has it for GPUs only; {fix}")
+    check_forward(model, "--sync-batchnorm")
     return cast(nn.Module, nn.SyncBatchNorm.convert_sync_batchnorm(model))
 
 
 def check_groups(model: nn.Module, args: Options) -> None:
-    """Raise UserError if --batchnorm-group is given and the model has no batch norm."""
+    """Raise UserError if --batchnorm-group is given and the model has no batch norm, or as check_forward()."""
+    flag = f"--batchnorm-group {args.batchnorm_group}"
     if args.batchnorm_group and not any(plain_layers(model)):
-        raise UserError(
-            f"--batchnorm-group {args.batchnorm_group}: --model {args.model} has no batch norm; drop it"
-        )
+        raise UserError(f"{flag}: --model {args.model} has no batch norm; drop it")
+    if args.batchnorm_group:
+        check_forward(model, flag)
+
+
+def check_forward(model: nn.Module, flag: str) -> None:
+    """Raise UserError if a batch norm has more in its forward() than torch's, such as timm's with an activation.
+
+    A layer that computes other statistics in its place would leave that out.
+    """
+    for layer in plain_layers(model):
+        if getattr(layer.forward, "__func__", None) is not _BatchNorm.forward:
+            name = next(name for name, module in model.named_modules() if module is layer) or "the model"
+            what = f"{name} is a {type(layer).__name__}, whose forward() is not that of torch's batch norm"
+            raise UserError(f"{flag}: {what}; use torch's, with what follows it as a layer, or drop the option")
 
 
 @contextlib.contextmanager
