@@ -23,6 +23,7 @@ from recipes.common.job import Job
 from recipes.common.loop import Check, Technique, begin_run, load_data_and_model, train_epochs, update
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, choice, parse
+from recipes.common.parallel.buckets import find_unused
 from recipes.common.process.entry import run_main
 from recipes.common.process.ranks import Ranks
 from recipes.common.process.signals import Stop
@@ -160,9 +161,12 @@ def train(args: HorovodOptions, world: World, stop: Stop) -> None:
         # Horovod: gradients are averaged over the ranks; this factor makes the result the global batch's mean.
         job.scaler.scale(loss * world.world_size).backward()
         if is_last:
+            unused = find_unused(model, args, world)
             # Horovod: waits until the gradients have arrived; clipping needs them before the step.
             with world.watch("gradients"):
                 optimizer.synchronize()
+            for parameter in unused:
+                parameter.grad = None  # Horovod: it has averaged zeros
         return loss.detach()
 
     def step(job: Job, check: Check) -> None:

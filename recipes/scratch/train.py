@@ -22,6 +22,7 @@ from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, one_of, option, parse, switch
+from recipes.common.parallel.buckets import find_unused
 from recipes.common.process.entry import run_main
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
@@ -164,8 +165,9 @@ def train_batch(
         # Scratch: once backward is done, all gradients travel as one flat buffer, a second copy of the model's
         # size. DDP sends buckets of them while backward still runs, and its gradients are views of the buckets.
         # A parameter that this rank did not use may have a gradient on another one: it adds zeros.
+        unused = set(find_unused(job.model, args, world))
         for parameter in job.model.parameters():
-            if parameter.requires_grad and parameter.grad is None:
+            if parameter.requires_grad and parameter.grad is None and parameter not in unused:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad for p in job.model.parameters() if p.grad is not None]
         buffer = torch.cat([gradient.flatten() for gradient in gradients])

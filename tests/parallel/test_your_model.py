@@ -90,6 +90,18 @@ class Branches(nn.Module):
         parts = [self.seldom(x[:first])] * (first > 0) + [self.other(x[first:])] * (first < size)
         return self.head(torch.cat(parts))
 
+class Turns(nn.Module):
+    "In each step another layer is used, by the first half of a batch alone (rank 0 of two)."
+    def __init__(self, data):
+        super().__init__()
+        self.layers, self.head, self.step = nn.ModuleList(nn.Linear(2, 2) for _ in range(3)), nn.Linear(2, 3), 0
+    def forward(self, x):
+        rank = os.environ.get("RANK", "0") if os.environ.get("WORLD_SIZE", "1") == "2" else None
+        first = {"0": len(x), "1": 0, None: len(x) // 2}[rank] if self.training else len(x)
+        layer = self.layers[self.step % 3]
+        self.step += self.training
+        return self.head(torch.cat([layer(x[:first])] * (first > 0) + [x[first:]]))
+
 class Experts(nn.Module):
     # With two ranks, rank 1 runs, from step FROM, another expert than rank 0, none, or all in another order: in
     # training, or if EVALUATES is set, in evaluations.
@@ -311,12 +323,25 @@ def test_a_model_with_several_outputs_in_training_is_refused(folder, tmp_path, r
 BRANCHES = ("--data", "mine:spirals", "--model", "mine:Branches", "--max-steps", "4", "--warmup-steps", "0")
 ACCUMULATED = (*BRANCHES, "--accumulate-steps", "2")
 UNUSED = (*BRANCHES, "--model", "mine:Unused")
+TURNS = (*BRANCHES, "--model", "mine:Turns", "--max-steps", "7", "--lr", "0.5")
 
 
-@pytest.mark.parametrize(("recipe", "argv"), [("scratch", BRANCHES), ("scratch", UNUSED), ("fsdp", UNUSED)])
+@pytest.mark.parametrize(
+    ("recipe", "argv"),
+    [
+        ("scratch", BRANCHES),
+        ("scratch", UNUSED),
+        ("fsdp", UNUSED),
+        ("scratch", TURNS),
+        ("horovod", TURNS),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[3],
+)
 def test_parameters_without_a_gradient_on_a_rank_leave_the_curve_as_it_is(run, recipe, argv):
+    """What no rank uses in a step stays as it is, as with one process: no momentum, no weight decay."""
     path, single = run(recipe, 2, *argv), run("single", 1, *argv)
     assert losses(path) == pytest.approx(losses(single), rel=1e-5)
+    assert largest_difference(weights(path), weights(single)) < 1e-5
 
 
 MISSING = [

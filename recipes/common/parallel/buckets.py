@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recipes.common.data import Data
 from recipes.common.errors import UserError
-from recipes.common.options import Options
+from recipes.common.options import Options, is_user_code
+from recipes.common.world.peers import Peers
 
 KEYWORDS = inspect.signature(DistributedDataParallel).parameters
 NO_BUFFER_SYNC: dict[str, Any] = {
@@ -72,6 +73,21 @@ def trained(module: nn.Module) -> Named:
 def missing_gradients(parameters: Named) -> list[str]:
     """Return the names of those that have no gradient."""
     return [name for name, parameter in parameters if parameter.grad is None]
+
+
+def find_unused(model: nn.Module, args: Options, peers: Peers) -> list[nn.Parameter]:
+    """Return the parameters of a user's model that a step has used on no rank; call it on all ranks after backward.
+
+    One process leaves them as they are. A gradient of zeros would move them, by momentum and weight decay.
+    """
+    if not is_user_code(args.model):
+        return []
+    parameters = [parameter for _, parameter in trained(model)]
+    used = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=peers.device)
+    # Unused parameters: each rank sends a number for each parameter, once a step.
+    with peers.watch("gradients"):
+        peers.sum_tensor(used)
+    return [parameter for parameter, count in zip(parameters, used.tolist(), strict=True) if not count]
 
 
 def check_complete(ddp: DistributedDataParallel) -> None:
