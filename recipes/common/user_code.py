@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from recipes.common.errors import UserError, nearest
 from recipes.common.options import Options, is_user_code
 from recipes.common.task import Task
@@ -73,6 +75,13 @@ def build_user_task(args: Options) -> Task:
     if not isinstance(task, Task):
         fix = "give a subclass of recipes.common.task.Task, without arguments"
         raise UserError(f"--task {args.task} makes a {type(task).__name__}; {fix}")
+    names = ["loss", *task.metrics]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"--task {args.task}: two values have the name {twice[0]!r}; rename one of metrics")
+    modules = [value for value in (task, *vars(task).values()) if isinstance(value, nn.Module)]
+    if any(parameter.requires_grad for module in modules for parameter in module.parameters()):
+        fix = "move them into the model, or set their requires_grad to False"
+        raise UserError(f"--task {args.task}: it has parameters, and only the model's are trained; {fix}")
     return task
 
 
@@ -99,15 +108,15 @@ def add_derived(means: dict[str, float], task: Task) -> dict[str, float]:
 
 def refusal(what: str, error: BaseException, fix: str = "fix it and start again") -> UserError:
     """Return a one-line UserError for an error of the user's code, with its innermost line outside of packages."""
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     own = [frame for frame in frames if not {"site-packages", "importlib"} & set(Path(frame.filename).parts)]
     place = own[-1] if own else None
     if isinstance(error, SyntaxError) and error.filename:
         where = f"{error.filename}, line {error.lineno}"
     else:
-        where = f"{place.filename}, line {place.lineno}" if place else "unknown line"
+        where = f"{place.filename}, line {place.lineno}" if place else ""
     reason = " ".join(str(error).split())[:300]
-    return UserError(f"{what}: {type(error).__name__}: {reason} ({where}); {fix}")
+    return UserError(f"{what}: {type(error).__name__}: {reason}{f' ({where})' if where else ''}; {fix}")
 
 
 def name_of(value: Any) -> str:

@@ -15,7 +15,7 @@ from recipes.common import user_code
 from recipes.common.data import load_data
 from recipes.common.errors import UserError
 from recipes.common.models.models import build_model
-from recipes.common.models.user_model import check_on, check_sparse
+from recipes.common.models.user_model import check_on, check_sparse, exact_output
 from recipes.common.sample import make_sample
 from recipes.common.world.peers import Peers
 from recipes.single.train import options
@@ -203,8 +203,66 @@ class Undefined(Fit):
     def derive(self, averages):
         return {"rms_error": averages["loss"] / 0}
 
+class Count(Task):
+    metrics = ("correct",)
+    def loss_sum(self, output, target):
+        return nn.functional.cross_entropy(output, target, reduction="sum")
+    def metric_sums(self, output, target):
+        return ((output.argmax(1) == target).sum(),)
+
+class Share(Count):
+    def metric_sums(self, output, target):
+        return ((output.argmax(1) == target).float().mean(),)
+
+class Sure(Count):
+    def metric_sums(self, output, target):
+        values, classes = output.max(1)
+        return ((values == 1).logical_and(classes == target).float().mean(),)
+
+class Pairs(Count):
+    def loss_sum(self, output, target):
+        return nn.functional.cross_entropy(output @ output.T, torch.arange(len(output)), reduction="sum")
+
+class Largest(Fit):
+    def metric_sums(self, output, target):
+        return ((output[:, 0] - target).abs().max(),)
+
+class TwoLosses(Fit):
+    metrics = ("loss",)
+
+class Trained(Count):
+    def __init__(self):
+        self.scale = nn.Linear(3, 3)
+
+class Frozen(Count):
+    def __init__(self):
+        self.other = nn.Linear(3, 3).requires_grad_(False)
+
 class NoTask:
     pass
+
+class LeavesOut(nn.Linear):
+    def __init__(self, data):
+        super().__init__(2, 3)
+    def state_dict(self, **how):
+        return {name: value for name, value in super().state_dict(**how).items() if name != "weight"}
+
+class NeverSet(LeavesOut):
+    state_dict = nn.Module.state_dict
+    def get_extra_state(self):
+        return 1
+
+class Named(nn.Linear):
+    def __init__(self, data):
+        super().__init__(2, 3)
+    def forward(self, *, inputs):
+        return super().forward(inputs)
+
+def on_meta(data):
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).to("meta")
+
+def lazy(data):
+    return nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.LazyLinear(data.num_classes))
 
 class Keeps(nn.Linear):
     def __init__(self, data):
@@ -527,7 +585,44 @@ FIT = ("--data", "mine:data", "--model", "mine:net", "--task")
             ("--data", "mine:classes", "--model", "mine:Tokens", "--batchnorm-group", "2"),
             "--batchnorm-group 2: batch norm of --model mine:Tokens gets 4 rows for 2 samples; give it a row per sample",
         ),
-        ((*FIT, "mine:Mean"), "the sum of each one"),
+        (
+            (*FIT, "mine:Mean"),
+            '; return the sum over the samples (reduction="sum"), not the mean',
+        ),
+        (
+            (*WELL, "--task", "mine:Share"),
+            "--task Share on outputs (2, 3) and targets (2,): metric_sums()'s correct of two samples is 0.5, the sum of",
+        ),
+        (
+            (*WELL, "--task", "mine:Sure"),  # 0 for the untrained model
+            "metric_sums()'s correct of two samples is 1, the sum of each one's 2; return the sum over the samples",
+        ),
+        (
+            (*WELL, "--task", "mine:Pairs"),
+            "the sum of each one's 0; return a sum of one value for each sample, and let derive() compute what is no sum",
+        ),
+        ((*FIT, "mine:Largest"), "metric_sums()'s absolute_error of two samples is "),
+        ((*FIT, "mine:TwoLosses"), "mine:TwoLosses: two values have the name 'loss'; rename one of metrics"),
+        (
+            (*WELL, "--task", "mine:Trained"),
+            "--task mine:Trained: it has parameters, and only the model's are trained; move them into the model, or set",
+        ),
+        (
+            ("--data", "mine:classes", "--model", "mine:LeavesOut"),
+            "mine:LeavesOut: its state_dict() leaves out weight, and a checkpoint has to give back all parameters; return",
+        ),
+        (
+            ("--data", "mine:classes", "--model", "mine:NeverSet"),
+            "load_state_dict() of its own state_dict() failed: RuntimeError: Error(s) in loading state_dict for NeverSet: ",
+        ),
+        (
+            ("--data", "mine:classes", "--model", "mine:on_meta"),
+            "--model mine:on_meta: 0.weight is on the meta device; return a model with its weights",
+        ),
+        (
+            ("--data", "mine:classes", "--model", "mine:Named"),
+            "takes 1 positional argument but 2 were given; fix it and start again",
+        ),
         ((*FIT, "mine:NoGradient"), "loss_sum() has to return a scalar tensor that gradients come from"),
         (
             (*FIT, "mine:TooFew"),
@@ -660,6 +755,31 @@ def test_two_samples_prove_nothing_against_a_quotient():
 def test_what_a_model_keeps_beside_tensors_and_a_checkpoint_gives_back_is_taken():
     _, model = load("--data", "mine:classes", "--model", "mine:KeepsNumbers")
     assert model.get_extra_state()["a"] == [1, 2.5]
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 5, 4), (2, 5, 4, 3)])
+def test_an_output_that_predicts_the_targets_has_its_largest_logit_there(shape):
+    """Classes are in the second dimension, as in a segmentation, or in the last one, as in a text."""
+    targets = torch.randint(3, [size for size in shape if size != 3])
+    output = exact_output(torch.zeros(shape), targets)
+    assert output.shape == shape
+    assert torch.equal(output.argmax(shape.index(3)), targets)
+    assert torch.equal(exact_output(torch.zeros(2, 4), torch.ones(2, 4, dtype=torch.int64)), torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("task", ["Count", "Frozen"])
+def test_sums_of_a_task_and_its_frozen_parts_are_taken(task):
+    data, _ = load(*WELL, "--task", f"mine:{task}")
+    assert type(data.task).__name__ == task
+
+
+def test_lazy_layers_have_their_parameters_before_the_training():
+    _, model = load("--data", "mine:classes", "--model", "mine:lazy")
+    assert {name: tuple(value.shape) for name, value in model.state_dict().items()} == {
+        **{"0.weight": (4, 2), "0.bias": (4,), "2.weight": (3, 4), "2.bias": (3,)},
+        **dict.fromkeys(("1.weight", "1.bias", "1.running_mean", "1.running_var"), (4,)),
+        "1.num_batches_tracked": (),
+    }
 
 
 SGD = ("--weight-decay", "0")

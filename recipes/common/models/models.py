@@ -81,8 +81,9 @@ def build_model(args: Options, data: Data, device: torch.device = CPU) -> nn.Mod
     """
     model = make_model(args, data)
     if args.has_user_code:
-        from recipes.common.models.user_model import check_fit, check_on
+        from recipes.common.models.user_model import check_fit, check_memory, check_on
 
+        check_memory(model, args)
         check_on(device, check_fit, model, args, data)
     if args.channels_last:
         # Module.to() would also convert the weights of 3-D convolutions, which have no such layout. contiguous()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import math
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from recipes.common.data import Batch, Data
 from recipes.common.errors import UserError
@@ -16,7 +18,7 @@ from recipes.common.models.batchnorm import checked_rows
 from recipes.common.models.layers import is_sequential, layers
 from recipes.common.optim import autocast
 from recipes.common.options import Options
-from recipes.common.task import in_float
+from recipes.common.task import Task, in_float
 from recipes.common.user_code import add_derived, call_user_code, import_user_code, name_of, refusal
 
 
@@ -31,8 +33,16 @@ def build_user_model(args: Options, data: Data) -> nn.Module:
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             # An expanded buffer has less memory than numbers: a broadcast would write beyond it, a resume fail.
-            module._buffers[name] = buffer.contiguous()
+            if not is_lazy(buffer):
+                module._buffers[name] = buffer.contiguous()
     return model
+
+
+def check_memory(model: nn.Module, args: Options) -> None:
+    """Raise UserError if a parameter or buffer is on the meta device, and so has no values to train."""
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    if empty := [name for name, tensor in named if tensor.is_meta]:
+        raise UserError(f"--model {args.model}: {empty[0]} is on the meta device; return a model with its weights")
 
 
 Check = Callable[[nn.Module, Options, Data], None]
@@ -65,7 +75,6 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
 
     Raises UserError if the model rejects the inputs, the task rejects the outputs, or it does not return sums.
     """
-    check_state(model, args)
     check_sparse(model, args)
     inputs, targets = _two_samples(data)
     count, task = len(inputs), data.task
@@ -77,6 +86,7 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
         what = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else name_of(output)
         fix = "return a tensor with a row for each"
         raise UserError(f"--model {args.model} returned {what} for {count} samples; {fix}")
+    check_state(model, args)  # only now do lazy layers have their parameters
     output = torch.full(output.shape, 0.5, requires_grad=True) if is_meta else in_float(output)
     targets = targets.to(output.device)
     what = f"--task {type(task).__name__} on outputs {tuple(output.shape)} and targets {tuple(targets.shape)}"
@@ -91,17 +101,10 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
     if not is_complete:
         fix = f"return a tuple, a value for each of metrics {tuple(task.metrics)}"
         raise UserError(f"{what}: metric_sums() returned {name_of(sums)} that does not fit; {fix}")
-    alone = sum(
-        call_user_code(what, task.loss_sum, output[i : i + 1], targets[i : i + 1]).item() for i in range(count)
-    )
     if not math.isfinite(loss.item()):
         fix = "look for values that are not finite in --data, and in what the model returns"
         raise UserError(f"{what}: the loss of two samples is {loss.item()}; {fix}")
-    if not math.isclose(loss.item(), alone, rel_tol=1e-3, abs_tol=1e-5):
-        fix = 'return the sum over the samples (reduction="sum"), not the mean'
-        raise UserError(
-            f"{what}: loss_sum() of two samples is {loss.item():.6g}, the sum of each one's {alone:.6g}; {fix}"
-        )
+    check_sums(what, task, output, targets)
     means = call_user_code(what, lambda: [torch.as_tensor(value).item() / count for value in (loss, *sums)])
     try:
         add_derived(dict(zip(("loss", *task.metrics), means, strict=True)), task)
@@ -112,6 +115,48 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
     if getattr(model, "is_sequence", False):
         check_sequence(model, args, data)
     model.train()
+
+
+def check_sums(what: str, task: Task, output: Tensor, targets: Tensor) -> None:
+    """Raise UserError if the loss or a metric of some samples is not the sum of each one's.
+
+    Many metrics of an untrained model are 0: they are also computed for an output that predicts the targets.
+    """
+    pairs = call_user_code(what, sums_of, task, output, targets)
+    with contextlib.suppress(Exception):  # the task may take no such output
+        pairs += sums_of(task, exact_output(output, targets), targets)
+    for name, (whole, alone) in zip(itertools.cycle((None, *task.metrics)), pairs, strict=False):
+        if not math.isfinite(whole) or math.isclose(whole, alone, rel_tol=1e-3, abs_tol=1e-5):
+            continue
+        fix = "return a sum of one value for each sample, and let derive() compute what is no sum"
+        if math.isclose(whole * len(targets), alone, rel_tol=1e-3, abs_tol=1e-5):
+            fix = 'return the sum over the samples (reduction="sum"), not the mean'
+        own = f"metric_sums()'s {name}" if name else "loss_sum()"
+        raise UserError(f"{what}: {own} of two samples is {whole:.6g}, the sum of each one's {alone:.6g}; {fix}")
+
+
+def sums_of(task: Task, output: Tensor, targets: Tensor) -> list[tuple[float, float]]:
+    """Return the loss and each metric of all samples, each with the sum of those of single samples."""
+
+    def values(rows: slice) -> Tensor:
+        some = output[rows], targets[rows]
+        sums = (task.loss_sum(*some), *task.metric_sums(*some))
+        return torch.stack([torch.as_tensor(value).detach().double().sum().cpu() for value in sums])
+
+    alone = sum(values(slice(i, i + 1)) for i in range(len(targets)))
+    return list(zip(values(slice(None)).tolist(), torch.as_tensor(alone).tolist(), strict=True))
+
+
+def exact_output(output: Tensor, targets: Tensor) -> Tensor:
+    """Return an output like this one that predicts the targets: their values, or as large a logit as any other.
+
+    Raises any error if the targets are neither classes nor of the output's shape.
+    """
+    if output.shape == targets.shape:
+        return targets.to(output.dtype)
+    dim = next(dim for dim in (1, -1) if output.movedim(dim, -1).shape[:-1] == targets.shape)
+    classes = torch.nn.functional.one_hot(targets.clamp(min=0), output.shape[dim])
+    return classes.movedim(-1, dim).to(output.dtype)
 
 
 def check_sparse(model: nn.Module, args: Options) -> None:
@@ -135,8 +180,9 @@ def max_norm_warning(model: nn.Module) -> str:
 
 
 def check_state(model: nn.Module, args: Options) -> None:
-    """Raise UserError if a checkpoint could not restore what the model's state dict holds besides tensors."""
-    for name, value in model.state_dict().items():
+    """Raise UserError if a checkpoint could not restore the model from its state dict."""
+    state = model.state_dict()
+    for name, value in state.items():
         file = io.BytesIO()
         try:
             if not isinstance(value, Tensor):
@@ -147,6 +193,11 @@ def check_state(model: nn.Module, args: Options) -> None:
             what = f"no checkpoint gives back {name}, {name_of(value)}"
             fix = "let get_extra_state() return tensors, numbers, texts, or lists and dicts of them"
             raise UserError(f"--model {args.model}: {what}; {fix}") from error
+    if missing := [name for name, _ in model.named_parameters() if name not in state]:
+        what = f"its state_dict() leaves out {missing[0]}, and a checkpoint has to give back all parameters"
+        raise UserError(f"--model {args.model}: {what}; return all of them")
+    what = f"--model {args.model}: load_state_dict() of its own state_dict()"
+    call_user_code(what, model.load_state_dict, state)
 
 
 def check_channels_last(model: nn.Module, args: Options, data: Data) -> None:

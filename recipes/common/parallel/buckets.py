@@ -76,7 +76,7 @@ def missing_gradients(parameters: Named) -> list[str]:
 
 
 def find_unused(model: nn.Module, args: Options, peers: Peers) -> list[nn.Parameter]:
-    """Return the parameters of a user's model that a step has used on no rank; call it on all ranks after backward.
+    """Return the parameters of a user's model that a step used on no rank; call it on all ranks after backward.
 
     One process leaves them as they are. A gradient of zeros would move them, by momentum and weight decay.
     """
