@@ -67,6 +67,8 @@ class Job:
     position: Position = field(default_factory=Position)
     checks_draws: bool = False
     """Whether to check after the first step whether a user's model draws random numbers."""
+    checks_buffers: bool = False
+    """Whether to check after the first step whether a user's model has other buffers on other ranks."""
     _next_vote: int = 0
     _last_vote: tuple[int, float] = (0, 0.0)
     _pass_ends: list[torch.cuda.Event] = field(default_factory=list)

@@ -168,6 +168,9 @@ def print_warnings(job: Job) -> None:
         from recipes.common.models import batchnorm
 
         texts.append(batchnorm.warning(job.model, job.args, job.batch_parts))
+    if job.batch_parts > 1 and getattr(job.model, "mixes_samples", False):
+        what = "your model's output for a sample depends on the other samples of its batch"
+        texts.append(f"warning: {what}, so losses and metrics depend on the number of processes")
     if job.peers.world_size * len(job.devices) > 1:
         from recipes.common.models import dropout
 
@@ -177,6 +180,7 @@ def print_warnings(job: Job) -> None:
             from recipes.common.models import user_model
 
             texts.append(user_model.max_norm_warning(job.model))
+            job.checks_buffers = True
     for text in filter(None, texts):
         job.say(text)
 
@@ -261,6 +265,12 @@ def train_one_epoch(job: Job, technique: Technique) -> int:
             (technique.update or update)(job, partial(job.check_gradients, loss_sum))
             job.guard.restore_buffers(job.scaler)
         job.count_step()
+        if job.checks_buffers and not technique.sync_buffers:
+            from recipes.common.models import buffers
+
+            job.checks_buffers = False
+            if text := buffers.warning(job.model, peers):
+                job.say(text)
         if job.is_log_due():
             # Log: sums the ranks' parts of the global batch's loss: 4 bytes a rank, once in --log-every steps.
             with peers.watch("metrics"):

@@ -108,8 +108,9 @@ def add_derived(means: dict[str, float], task: Task) -> dict[str, float]:
 
 def refusal(what: str, error: BaseException, fix: str = "fix it and start again") -> UserError:
     """Return a one-line UserError for an error of the user's code, with its innermost line outside of packages."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    own = [frame for frame in frames if not {"site-packages", "importlib"} & set(Path(frame.filename).parts)]
+    paths = [(frame, Path(frame.filename)) for frame in traceback.extract_tb(error.__traceback__)]
+    places = [(frame, path) for frame, path in paths if not path.is_relative_to(Path(__file__).parent)]
+    own = [frame for frame, path in places if not {"site-packages", "importlib"} & set(path.parts)]
     place = own[-1] if own else None
     if isinstance(error, SyntaxError) and error.filename:
         where = f"{error.filename}, line {error.lineno}"

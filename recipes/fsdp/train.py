@@ -32,9 +32,9 @@ from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_checked_data, train_epochs
 from recipes.common.models.batchnorm import check_parts, plain_layers, set_groups
 from recipes.common.models.models import build_model, make_model
-from recipes.common.models.user_model import check_fit
+from recipes.common.models.user_model import check_fit, mixes_samples, run_seeded, two_samples
 from recipes.common.optim import AMP_DTYPES, build_optimizer, build_scaler
-from recipes.common.options import Options, option, parse, positive_int, switch
+from recipes.common.options import Options, is_user_code, option, parse, positive_int, switch
 from recipes.common.parallel.buckets import FIX_MISSING, Named, missing_gradients, trained
 from recipes.common.parallel.mesh import grid_mesh
 from recipes.common.parallel.sharding import gather_state, own_shards, own_state, read_shards, update, write_shards
@@ -213,7 +213,13 @@ class SameBlocks:
         Raises UserError before the first gather that differs: in the first pass on all ranks, later on this one.
         """
         self.blocks = []
-        yield
+        try:
+            yield
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            what = "forward() uses a parameter without calling its module, and FSDP gathers it when that is called"
+            raise UserError(f"{what}; call the module, or use RECIPE=ddp", on_one_rank=True) from None
         self.compare("nothing")
         self.first_blocks.setdefault(self.model.training, self.blocks)
         self.blocks = None
@@ -307,6 +313,13 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
         with world.watch("evaluation", computes=True), same_blocks.checked():
             return model(inputs)
 
+    if is_user_code(args.model) and not isinstance(shards, str) and not args.compile:
+        # check_fit() has seen the model without its weights.
+        inputs = two_samples(data)[0].to(world.device)
+        model.eval()
+        with torch.no_grad():
+            vars(model)["mixes_samples"] = mixes_samples(predict, inputs, run_seeded(predict, inputs))
+        same_blocks.first_blocks.clear()
     state = own_state if args.sharded_checkpoints else gather_state
     technique = Technique(
         forward_backward, model, predict=predict, update=update, gather_state=partial(state, job)

@@ -158,6 +158,28 @@ class Normed(nn.Sequential):
     def forward(self, inputs):
         return super().forward((inputs > 0).long())
 
+class RunningMean(nn.Linear):
+    def __init__(self, data):
+        super().__init__(2, 3)
+        self.register_buffer("mean", torch.zeros(2))
+    def forward(self, inputs):
+        if self.training:
+            self.mean += (inputs.mean(0) - self.mean) / 10
+        return super().forward(inputs - self.mean)
+
+class Centred(nn.Linear):
+    def __init__(self, data):
+        super().__init__(2, 3)
+    def forward(self, inputs):
+        return super().forward(inputs - inputs.mean(0))
+
+class Borrows(nn.Module):
+    def __init__(self, data):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 3)])
+    def forward(self, inputs):
+        return nn.functional.linear(inputs, self.layers[0].weight, self.layers[0].bias)
+
 class Auxiliary(nn.Linear):
     def __init__(self, data):
         super().__init__(2, 3)
@@ -305,6 +327,35 @@ def test_an_embedding_that_scales_its_rows_is_warned_of(start, recipe, world_siz
     outcome = start(recipe, world_size, "--data", "mine:spirals", "--model", "mine:Normed", "--max-steps", "2")
     warning = "warning: 0 has max_norm, by which each rank scales the rows of its own samples, so losses depend on"
     assert outcome.wait(check=True).text.count(warning) == (world_size > 1)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world_size", "model", "warning"),
+    [
+        ("ddp", 2, "RunningMean", "each rank changes your model's buffer mean by its own samples"),
+        ("single", 1, "RunningMean", ""),
+        ("ddp", 2, "Centred", "your model's output for a sample depends on the other samples of its batch"),
+        ("fsdp", 2, "Centred", "your model's output for a sample depends on the other samples of its batch"),
+        ("single", 1, "Centred", ""),
+    ],
+)
+def test_a_model_whose_losses_depend_on_the_number_of_processes_is_warned_of(
+    start, recipe, world_size, model, warning
+):
+    """Before the second step is done."""
+    outcome = start(recipe, world_size, *SPIRALS, "--model", f"mine:{model}", "--max-steps", "2").wait(check=True)
+    found = re.findall(r"warning: (.*), so losses (?:and metrics )?depend on the number", outcome.text)
+    assert found == [warning] * bool(warning)
+
+
+def test_fsdp_says_that_it_gathers_a_module_when_it_is_called(start):
+    outcome = start("fsdp", 2, *SPIRALS, "--model", "mine:Borrows").wait()
+    assert outcome.statuses == [2, 2], outcome.text
+    assert "Traceback" not in outcome.text
+    assert (
+        "error: forward() uses a parameter without calling its module, and FSDP gathers it when that is called; "
+        "call the module, or use RECIPE=ddp"
+    ) in outcome.text
 
 
 @pytest.mark.parametrize("recipe", ["ddp", *slow("fsdp")])

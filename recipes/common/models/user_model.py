@@ -6,7 +6,8 @@ import contextlib
 import io
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,17 +77,21 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
     Raises UserError if the model rejects the inputs, the task rejects the outputs, or it does not return sums.
     """
     check_sparse(model, args)
-    inputs, targets = _two_samples(data)
+    inputs, targets = two_samples(data)
     count, task = len(inputs), data.task
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     own = inputs.to("meta") if is_meta else inputs.to(_device_of(model))
     with checked_rows(model, args, count):
-        output = call_user_code(f"--model {args.model} on {count} samples, {data.input}", model.eval(), own)
+        output = call_user_code(
+            f"--model {args.model} on {count} samples, {data.input}", run_seeded, model.eval(), own
+        )
     if not isinstance(output, Tensor) or output.ndim < 1 or len(output) != count:
         what = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else name_of(output)
         fix = "return a tensor with a row for each"
         raise UserError(f"--model {args.model} returned {what} for {count} samples; {fix}")
     check_state(model, args)  # only now do lazy layers have their parameters
+    if not is_meta:
+        vars(model)["mixes_samples"] = mixes_samples(model, own, output)
     output = torch.full(output.shape, 0.5, requires_grad=True) if is_meta else in_float(output)
     targets = targets.to(output.device)
     what = f"--task {type(task).__name__} on outputs {tuple(output.shape)} and targets {tuple(targets.shape)}"
@@ -115,6 +120,24 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
     if getattr(model, "is_sequence", False):
         check_sequence(model, args, data)
     model.train()
+
+
+def run_seeded(model: Callable[[Tensor], Any], inputs: Tensor) -> Any:
+    """Return the model's output; what it draws at random is the same in each call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return model(inputs)
+
+
+@torch.no_grad()
+def mixes_samples(model: Callable[[Tensor], Any], inputs: Tensor, output: Tensor) -> bool:
+    """Return whether the output for the first sample depends on the others; `output` is run_seeded()'s, in eval().
+
+    It does with an nn.LSTM without batch_first=True, which takes the batch for time. print_warnings() warns of it.
+    """
+    other = run_seeded(model, inputs[:1].expand_as(inputs).contiguous())
+    one, same = (rows[:1].abs().nan_to_num() for rows in (output, output - other))
+    return bool((same > 0.01 * one.max()).any()) if one.numel() else False
 
 
 def check_sums(what: str, task: Task, output: Tensor, targets: Tensor) -> None:
@@ -202,7 +225,7 @@ def check_state(model: nn.Module, args: Options) -> None:
 
 def check_channels_last(model: nn.Module, args: Options, data: Data) -> None:
     """Raise UserError if a model that fits does not run, forward or backward, in the layout of --channels-last."""
-    inputs, targets = (tensor.to(_device_of(model)) for tensor in _two_samples(data))
+    inputs, targets = (tensor.to(_device_of(model)) for tensor in two_samples(data))
     try:
         data.task.loss_sum(in_float(model.eval()(inputs)), targets).backward()
     except Exception as error:
@@ -219,19 +242,12 @@ def check_sequence(model: nn.Module, args: Options, data: Data) -> None:
     Raises UserError if it has more than its layers, or they, applied one after another, return something else.
     """
     sequence = [module for _, module in layers(model)]
-    inputs, _ = _two_samples(data)
+    inputs, _ = two_samples(data)
     inputs = inputs.to(_device_of(model))
     model.eval()
 
-    def run(modules: Sequence[nn.Module], what: str) -> Tensor:
-        output = inputs
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # for layers that draw numbers
-            for module in modules:
-                output = call_user_code(f"--model {args.model}{what}", module, output)
-        return output
-
-    expected, output = run([model], ""), run(sequence, ", child by child")
+    expected = call_user_code(f"--model {args.model}", run_seeded, model, inputs)
+    output = call_user_code(f"--model {args.model}, child by child", run_seeded, nn.Sequential(*sequence), inputs)
     if not isinstance(output, Tensor) or not (output.is_meta or torch.equal(output, expected)):
         fix = "remove is_sequence = True, or apply the children in order"
         if is_sequential(model):
@@ -244,6 +260,7 @@ def _device_of(model: nn.Module) -> torch.device:
     return next(itertools.chain(model.parameters(), model.buffers()), torch.empty(0)).device
 
 
-def _two_samples(data: Data) -> Batch:
+def two_samples(data: Data) -> Batch:
+    """Return the first two samples, or the only one, on the CPU."""
     ((inputs, targets),) = data.train.batches([torch.arange(min(2, len(data.train)))], 0)
     return inputs.cpu(), targets.cpu()
