@@ -117,8 +117,8 @@ def predict(pipeline: Pipeline, batch_size: int, world: Grid, inputs: Tensor) ->
     """Return the model's output on a replica's last stage, and None on the other stages."""
     missing = batch_size - len(inputs)
     if missing and world.stage == 0:
-        # Microbatches must have equal sizes: fill the last batch up with blank inputs.
-        inputs = torch.cat([inputs, inputs.new_zeros(missing, *inputs.shape[1:])])
+        # Microbatches must have equal sizes: fill the last batch up with copies of its last sample.
+        inputs = torch.cat([inputs, inputs[-1:].expand(missing, *inputs.shape[1:])])
     # Pipeline: the forward pass runs through all stages, so that no device has to hold the whole model.
     with world.watch("evaluation", computes=True):
         output = pipeline.output(inputs)

@@ -180,6 +180,20 @@ class Borrows(nn.Module):
     def forward(self, inputs):
         return nn.functional.linear(inputs, self.layers[0].weight, self.layers[0].bias)
 
+class NoZeros(nn.Sequential):
+    "As pack_padded_sequence() does with lengths of 0."
+    def forward(self, inputs):
+        if not inputs.any(1).all():
+            raise ValueError("a sample of zeros")
+        return super().forward(inputs)
+
+def no_zeros(data):
+    return NoZeros(nn.Linear(2, 8), nn.Linear(8, 3))
+
+def three_tests():
+    found = spirals()
+    return {**found, "test": [part[:3] for part in found["test"]]}
+
 class Auxiliary(nn.Linear):
     def __init__(self, data):
         super().__init__(2, 3)
@@ -346,6 +360,26 @@ def test_a_model_whose_losses_depend_on_the_number_of_processes_is_warned_of(
     outcome = start(recipe, world_size, *SPIRALS, "--model", f"mine:{model}", "--max-steps", "2").wait(check=True)
     found = re.findall(r"warning: (.*), so losses (?:and metrics )?depend on the number", outcome.text)
     assert found == [warning] * bool(warning)
+
+
+@pytest.mark.parametrize("recipe", ["ddp", *slow("fsdp", "scratch", "apex")])
+def test_a_rank_with_fewer_samples_to_evaluate_invents_none(run, recipe):
+    """Of three samples, rank 0 has one, and rank 1 two, one after the other."""
+    argv = (
+        "--data",
+        "mine:three_tests",
+        "--model",
+        "mine:no_zeros",
+        "--global-batch-size",
+        "2",
+        "--max-steps",
+        "3",
+    )
+    argv += ("--deterministic", *(("--opt-level", "O0") * (recipe == "apex")))
+    path, single = run(recipe, 2, *argv), run("single", 1, *argv[:9])
+    ours, theirs = (metrics(folder)[-1] for folder in (path, single))
+    assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-6)
+    assert ours["test_accuracy"] == theirs["test_accuracy"]
 
 
 def test_fsdp_says_that_it_gathers_a_module_when_it_is_called(start):

@@ -45,11 +45,12 @@ def settle_buckets(ddp: nn.Module, data: Data, device: torch.device) -> None:
     """Make DDP build its final buckets; call it on all ranks, before the model is compiled.
 
     DDP rebuilds its buckets in the order in which the first backward computes gradients. A gradient's place in a
-    bucket decides how a sum over three or more ranks is rounded. A pass over a blank sample, before training,
-    makes the first step after a resume round like any other. It runs in eval(), so that it changes no statistics.
+    bucket decides how a sum over three or more ranks is rounded. A pass over a sample, before training, makes the
+    first step after a resume round like any other. It runs in eval(), so that it changes no statistics.
     """
     ddp.eval()
-    ddp(data.input.zeros(1, device)).abs().sum().backward()  # abs: complex numbers have no gradients
+    ((inputs, _),) = data.train.batches([torch.zeros(1, dtype=torch.int64)], 0)
+    ddp(inputs.to(device)).abs().sum().backward()  # abs: complex numbers have no gradients
     if missing := missing_gradients(trained(ddp)):
         what = f"--deterministic: the parameter {missing[0]} got no gradient in eval(), and DDP needs all"
         raise UserError(f"{what}; {FIX_MISSING}", on_one_rank=True)
