@@ -8,7 +8,6 @@ can resume from it (reading.py). The state of the random generators is the pair 
 
 from __future__ import annotations
 
-import copy
 import errno
 import math
 import os
@@ -29,6 +28,7 @@ from isal import isal_zlib
 from recipes.common.errors import UserError
 from recipes.common.options import Options
 from recipes.common.process.entry import CHECKPOINT_THREAD
+from recipes.common.world.tree import map_tree
 
 FORMAT = "cluster-recipes/1"
 MUST_MATCH = (
@@ -281,33 +281,23 @@ def copy_tree(value: Any, old: Any = None) -> Any:
     """
     copies: dict[Any, torch.Tensor] = {}
     used: set[int] = set()
+    olds: list[torch.Tensor] = []
+    map_tree(old, torch.is_tensor, olds.append)
+    rest, none = iter(olds), torch.empty(0)
 
-    def copy_tensor(value: torch.Tensor, old: Any) -> torch.Tensor:
+    def copy_tensor(value: torch.Tensor) -> torch.Tensor:
+        value, old = value.detach(), next(rest, none)
         if type(value) is not torch.Tensor or value.layout is not torch.strided:
             return value.to("cpu", copy=True)  # sparse, a DTensor or the like: it has no address of its own
         view = value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg()
         place = value.device, value.data_ptr(), *view
         if place not in copies:
-            fits = isinstance(old, torch.Tensor) and old.shape == value.shape and old.dtype == value.dtype
+            fits = old.shape == value.shape and old.dtype == value.dtype
             copies[place] = old.copy_(value) if fits and id(old) not in used else value.to("cpu", copy=True)
             used.add(id(old))
         return copies[place]
 
-    def copy_value(value: Any, old: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return copy_tensor(value.detach(), old)
-        if isinstance(value, dict):
-            olds = old if isinstance(old, dict) else {}
-            copied = copy.copy(value)  # with its attributes: a module's state_dict() has versions there
-            for key, item in value.items():
-                copied[key] = copy_value(item, olds.get(key))
-            return copied
-        if isinstance(value, list | tuple):
-            others = old if isinstance(old, list | tuple) and len(old) == len(value) else [None] * len(value)
-            return type(value)(copy_value(item, other) for item, other in zip(value, others, strict=True))
-        return value
-
-    return copy_value(value, old)
+    return map_tree(value, torch.is_tensor, copy_tensor)
 
 
 def reason_of(error: BaseException) -> str:
