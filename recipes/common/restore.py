@@ -67,14 +67,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
 
 def position_of(content: dict[str, Any], steps_per_epoch: int, total_steps: int) -> Position:
     """Return a checkpoint's position in a run that may be longer than the one that wrote it."""
-    values = content["position"]
-    if "test_accuracy" in values:  # from version 0.1.0, which had no other tasks
-        values = {
-            **{name: values[name] for name in ("step", "epoch")},
-            "averages": {"test_accuracy": values["test_accuracy"]},
-            "best_score": values["best_accuracy"],
-        }
-    position = Position(**values)
+    position = Position(**content["position"])
     if position.step < total_steps:
         # A run that --max-steps ended within an epoch counted that epoch as done; a longer run completes it.
         position.epoch = min(position.epoch, position.step // steps_per_epoch)

@@ -183,13 +183,12 @@ class TestJob:
         job, other = tiny_job("--amp", "fp16"), tiny_job("--amp", "fp16")
         state = {**other.scaler.state_dict(), "scale": 8.0, "_growth_tracker": 5}
         model, optimizer = other.model.state_dict(), other.optimizer.state_dict()
-        position = {"step": 3, "epoch": 1, "test_accuracy": 0.5, "best_accuracy": 0.5}
+        position = {"step": 3, "epoch": 1, "averages": {"test_accuracy": 0.5}, "best_score": 0.5}
         content = {"model": model, "optimizer": optimizer, "scaler": state, "position": position}
         restore(job, {**content, "skipped_steps": 2})
         assert job.scaler.state_dict() == state
         assert job.guard.skipped == 2
         assert (job.position.step, job.position.epoch) == (3, 1)
-        # Written before there were tasks other than classification.
         assert (job.position.averages, job.position.best_score) == ({"test_accuracy": 0.5}, 0.5)
 
     def test_a_checkpoint_of_another_model_is_refused_in_one_line(self):

@@ -42,11 +42,8 @@ def read_result(folder: Path, step: int) -> dict[str, Any] | None:
         result = json.loads((folder / "result.json").read_text(errors="replace"))
     except (FileNotFoundError, json.JSONDecodeError):
         return None
-    is_whole = isinstance(result, dict) and result.keys() >= {"recipe", "world_size", "samples_per_s"}
-    if not is_whole or result.get("step") != step:
-        return None
-    result.setdefault("headline", "test_accuracy")  # earlier versions did not write it
-    return result if result["headline"] in result else None
+    is_whole = isinstance(result, dict) and result.keys() >= {"recipe", "world_size", "samples_per_s", "headline"}
+    return result if is_whole and result.get("step") == step and result["headline"] in result else None
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
