@@ -453,8 +453,7 @@ class Watch:
 
 def container_state(pod: dict[str, Any]) -> dict[str, Any]:
     """Return the state of a pod's own container: running, waiting or terminated."""
-    state: dict[str, Any] = own_status(pod).get("state", {})
-    return state
+    return own_status(pod).get("state", {})
 
 
 def own_status(pod: dict[str, Any]) -> dict[str, Any]:

@@ -358,8 +358,7 @@ def predict(job: Job, technique: Technique, inputs: Tensor) -> Tensor | None:
     if technique.predict:
         return technique.predict(inputs)
     with autocast(job.args, job.device):
-        output: Tensor = technique.module(inputs)
-    return output
+        return technique.module(inputs)
 
 
 def sync_statistics(job: Job, technique: Technique) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -72,12 +72,12 @@ class World(Peers):
     def gather_objects(self, value: T) -> list[T]:
         """Return every rank's value, in the order of the ranks; call it on all ranks."""
         # Horovod: gathers the pickled value of each rank.
-        return cast(list[T], hvd.allgather_object(value, name="objects"))
+        return hvd.allgather_object(value, name="objects")
 
     def broadcast_object(self, value: T) -> T:
         """Return rank 0's value; call it on all ranks."""
         # Horovod: rank 0 sends its pickled value to all others.
-        return cast(T, hvd.broadcast_object(value, root_rank=0, name="object"))
+        return hvd.broadcast_object(value, root_rank=0, name="object")
 
     def broadcast_tensor(self, tensor: Tensor) -> None:
         """Overwrite a tensor with rank 0's; call it on all ranks."""

@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -210,7 +210,7 @@ def state_of(modules: Iterable[PartModule], optimizer: torch.optim.Optimizer) ->
     named = [pair for module in modules for pair in module.named]
     weights = {f"{name}.{key}": value for name, layer in named for key, value in layer.state_dict().items()}
     own = weights, optimizer_state(optimizer)["state"]
-    return cast(State, map_tree(own, torch.is_tensor, lambda tensor: tensor.detach().cpu()))
+    return map_tree(own, torch.is_tensor, lambda tensor: tensor.detach().cpu())
 
 
 def merge_states(states: Iterable[State], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

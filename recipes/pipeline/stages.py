@@ -116,7 +116,7 @@ class RankPipeline:
 
     def output(self, inputs: Tensor) -> Tensor | None:
         """Run one forward pass of all stages; return the model's output on the last one."""
-        return cast("Tensor | None", self.forward_schedule.step(*self.given(inputs)))
+        return self.forward_schedule.step(*self.given(inputs))
 
     def given(self, inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the inputs for a schedule on the first stage, and nothing on the others."""
@@ -168,4 +168,4 @@ class InProcessPipeline:
 
     def output(self, inputs: Tensor) -> Tensor | None:
         """Run one forward pass; return the model's output."""
-        return cast(Tensor, self.split(inputs)).to(self.world.device)
+        return self.split(inputs).to(self.world.device)

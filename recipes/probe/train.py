@@ -118,8 +118,7 @@ class HorovodWorld:
     def gather(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         """Return every rank's row."""
         # Probe: gathers some 200 bytes from every rank.
-        rows: list[dict[str, Any]] = self.hvd.allgather_object(row, name="rows")
-        return rows
+        return self.hvd.allgather_object(row, name="rows")
 
     def add_up(self, number: int) -> int:
         """Return the sum of the ranks' numbers."""

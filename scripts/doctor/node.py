@@ -262,8 +262,7 @@ def torch_facts() -> Facts:
     except subprocess.TimeoutExpired:
         return {"error": f"import torch did not end within {TORCH_TIMEOUT_S:.0f} s"}
     try:
-        found: Facts = json.loads(done.stdout.splitlines()[-1])
-        return found
+        return json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
         return {"error": one_line(last)}

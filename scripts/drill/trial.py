@@ -251,8 +251,7 @@ class Trial:
     def launches(self) -> list[dict[str, Any]]:
         """The record's entries of all launches so far."""
         with contextlib.suppress(OSError, ValueError):
-            launches: list[dict[str, Any]] = json.loads((self.run_dir / "config.json").read_text())["launches"]
-            return launches
+            return json.loads((self.run_dir / "config.json").read_text())["launches"]
         return []
 
     def _count_lost(self, before: int, launch: int) -> None:

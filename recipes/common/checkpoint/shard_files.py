@@ -216,8 +216,7 @@ def pack_pieces(own: list[list[tuple[int, Box]]]) -> bytes:
     flat = itertools.chain.from_iterable
     of_tensors = [list(flat((place, *flat(box)) for place, box in pieces)) for pieces in own]
     numbers = [len(of_tensors), *map(len, of_tensors), *flat(of_tensors)]
-    content: bytes = isal_zlib.compress(np.array(numbers, np.int64).tobytes(), 1)
-    return content
+    return isal_zlib.compress(np.array(numbers, np.int64).tobytes(), 1)
 
 
 def unpack_pieces(content: bytes) -> Iterator[np.ndarray]:

@@ -75,8 +75,7 @@ class Store(ABC):
             return content
 
         # No range request has an empty range: an image of 0 bytes is not asked for.
-        content: memoryview = self._try(read_checked) if end > start else memoryview(b"")
-        return content
+        return self._try(read_checked) if end > start else memoryview(b"")
 
     def _try(self, action: Callable[[], Any]) -> Any:
         for pause in RETRY_PAUSES:

@@ -248,8 +248,7 @@ class LoadedSplit(Split):
 
     def storage_order(self) -> Tensor:
         """Return the samples' indices in the order in which they are stored: int64, shape (N,)."""
-        order: Tensor = self.dataset.storage_order()
-        return order
+        return self.dataset.storage_order()
 
     def take_warnings(self, train_s: float) -> list[str]:
         """Return a warning, once, if the device waits for samples for too large a share of the training."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -104,7 +103,7 @@ def sync_batch_norm(model: nn.Module, peers: Peers) -> nn.Module:
         fix = "use --batchnorm-group, which exchanges nothing"
         raise UserError(f"--sync-batchnorm: torch has it for GPUs only; {fix}")
     check_forward(model, "--sync-batchnorm")
-    return cast(nn.Module, nn.SyncBatchNorm.convert_sync_batchnorm(model))
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 
 def check_groups(model: nn.Module, args: Options) -> None:
