@@ -81,7 +81,6 @@ free=$(df -Pk .venv | awk 'NR == 2 { print int($4 / 1e6) }')
 size="PyTorch with CUDA: about 6 GB of the $free GB that are free, some minutes"
 if cmp -s .venv/.installed/run.txt requirements/run.txt; then size="only what is missing"; fi
 say "installing requirements/$want.txt into .venv ($size); log: $log"
-[[ -f .venv/.installed ]] && rm .venv/.installed # of an older version of this script
 rm -f ".venv/.installed/$want.txt"
 if ! .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off --require-hashes \
     --target= --no-compile --requirement "requirements/$want.txt" 2>&1 | tee "$log" | show_progress; then
