@@ -22,11 +22,21 @@ fi
 # .venv/.installed/ has a copy of each list that the environment holds. dev's and bench's hold everything that run's
 # does, in the same versions.
 is_ready() { runs && cmp -s ".venv/.installed/$want.txt" "requirements/$want.txt"; }
-# Its Python may be gone, or too old: then .venv is made anew.
-runs() { .venv/bin/python -I -S -c 'import sys; sys.exit(sys.version_info < (3, 11))' &>/dev/null; }
+# Its Python may be gone, too old, or after an upgrade of the system not the one whose packages it has: then .venv is
+# made anew.
+runs() {
+    .venv/bin/python -I -S -c 'import os, sys
+packages = os.path.join(".venv/lib", os.path.basename(os.path.dirname(os.__file__)))
+sys.exit(sys.version_info < (3, 11) or not os.path.isdir(packages))' &>/dev/null
+}
 is_ready && exit 0
 
 python=$(scripts/dev/python.sh -c 'import sys; print(sys.executable)') || exit
+if "$python" -I -S -c 'import sys; sys.exit(sys.version_info < (3, 15))'; then
+    fix="name an older one: PYTHON=python3.14 make setup"
+    echo "error: $python is $("$python" -V), for which requirements/ has no torch yet; $fix" >&2
+    exit 2
+fi
 if ! "$python" -c 'import ensurepip' 2>/dev/null; then
     echo "error: $python cannot make virtual environments; install its venv package (Debian: python3-venv)" >&2
     exit 2

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -478,6 +479,9 @@ esac
 """
 
 
+LIBRARY = Path(sysconfig.get_path("stdlib")).name
+
+
 @pytest.fixture
 def checkout(tmp_path):
     """Return a copy of the scripts and requirements with a .venv whose pip only prints."""
@@ -490,6 +494,7 @@ def checkout(tmp_path):
         shutil.copy(ROOT / name, tmp_path / name)
     python = tmp_path / ".venv/bin/python"
     python.parent.mkdir(parents=True)
+    (tmp_path / ".venv/lib" / LIBRARY).mkdir(parents=True)
     write_program(python, PIP.replace("REAL", sys.executable))
     return tmp_path
 
@@ -520,19 +525,45 @@ def test_setup_shows_what_it_installs_and_keeps_its_log(checkout, want):
     assert ("into .venv (only what is missing);" in more) == (want == "dev")
 
 
-@pytest.mark.parametrize("fault", ["its Python has gone", "its making was interrupted before it had pip"])
-def test_an_environment_that_does_not_work_is_made_anew(checkout, fault):
+@pytest.mark.parametrize("fault", ["has gone", "has no pip, after an interruption", "is newer than its packages"])
+def test_an_environment_whose_python_does_not_work_is_made_anew(checkout, fault):
     (checkout / "requirements/run.txt").write_text("")
     python = checkout / ".venv/bin/python"
-    if "pip" in fault:
+    if fault != "has gone":
         subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", checkout / ".venv"], check=True)
-    else:
+    if "pip" not in fault:
         (checkout / ".venv/.installed").mkdir()
         (checkout / ".venv/.installed/run.txt").write_text("")
+    if fault == "has gone":
         python.unlink()
         python.symlink_to("/nowhere/python3")
+    elif "newer" in fault:
+        (checkout / ".venv/lib" / LIBRARY).rename(checkout / ".venv/lib/python3.10")
     run_command(str(checkout / "scripts/dev/setup.sh"), "run", check=True)
     assert run_command(str(python), "-m", "pip", "--version").status == 0
+
+
+def test_a_python_that_is_newer_than_the_packages_is_refused_in_a_line(checkout):
+    lock = (ROOT / "requirements/run.txt").read_text()
+    assert re.findall(r"triton==.*python_full_version < '(.*?)'", lock) == ["3.15"], "as setup.sh has it"
+    shutil.rmtree(checkout / ".venv")
+    (checkout / "requirements/run.txt").write_text("")
+    newer = f"""#!/usr/bin/env bash
+    case "$*" in
+    *sys.executable*) echo "$0" ;;
+    *"(3, 15)"*) exit 0 ;;
+    -V) echo Python 3.15.0 ;;
+    *) exec {sys.executable} "$@" ;;
+    esac
+    """
+    write_program(checkout / "python3.15", newer)
+    result = run_command(str(checkout / "scripts/dev/setup.sh"), "run", PYTHON=str(checkout / "python3.15"))
+    assert (result.status, result.stdout) == (2, "")
+    fix = "name an older one: PYTHON=python3.14 make setup"
+    assert result.stderr == (
+        f"error: {checkout}/python3.15 is Python 3.15.0, for which requirements/ has no torch yet; {fix}\n"
+    )
+    assert not (checkout / ".venv").exists()
 
 
 def test_a_folder_in_which_no_environment_can_be_made_is_refused_in_a_line(checkout):
