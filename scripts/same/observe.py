@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import multiprocessing
 import os
 import pickle
 import random
@@ -342,6 +343,15 @@ class Observer:
         self.record["random"] = checksums()
         return batch
 
+    def fork_workers(self, original: Function, iterator: Any, loader: DataLoader[Any]) -> None:
+        """Fork a loader's workers unless the script chooses otherwise: these hooks are not in others.
+
+        That is the default only before Python 3.14.
+        """
+        if loader.multiprocessing_context is None and multiprocessing.get_start_method(allow_none=True) is None:
+            loader.multiprocessing_context = "fork"
+        original(iterator, loader)
+
     def seed_samples(self, original: Function, fetcher: Any, dataset: Any, *args: Any) -> None:
         """Make the fetcher of a map-style data set seed the random generators by each sample's index."""
         original(fetcher, SeededSamples(dataset, self), *args)
@@ -426,6 +436,7 @@ def install(observer: Observer) -> None:
     batch_sampler = DataLoader._index_sampler.fget  # type: ignore[attr-defined]
     DataLoader._index_sampler = property(functools.partial(observer.draw_batches, batch_sampler))  # type: ignore
     patch(dataloader._BaseDataLoaderIter, "__next__", observer.next_batch)
+    patch(dataloader._MultiProcessingDataLoaderIter, "__init__", observer.fork_workers)
     patch(_utils.fetch._MapDatasetFetcher, "__init__", observer.seed_samples)
 
 

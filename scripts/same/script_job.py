@@ -58,7 +58,7 @@ def run(
 def run_rank(words: Sequence[str], env: Mapping[str, str], rank: int) -> None:
     """Act as a rank: set its variables, and run the script."""
     end_with_parent()
-    multiprocessing.set_start_method(None, force=True)  # the script's workers use torch's default method
+    multiprocessing.set_start_method(None, force=True)  # the script may choose one for its workers
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
     os.chdir(os.environ.pop("WORKDIR", "") or ".")
     import torch

@@ -127,7 +127,8 @@ def test_a_script_without_a_seed_raises_no_alarm(capsys, tmp_path, launcher):
     assert status == 0
 
 
-def test_an_evaluation_between_batches_that_workers_have_drawn_raises_no_alarm(capsys, tmp_path):
+@pytest.mark.parametrize("method", ["", "forkserver"])
+def test_an_evaluation_between_batches_that_workers_have_drawn_raises_no_alarm(capsys, tmp_path, method):
     """All ranks evaluate the same samples, which are no training samples; those are padded to 50."""
     evaluate = """            mean = torch.zeros(())
             with torch.no_grad():
@@ -136,6 +137,11 @@ def test_an_evaluation_between_batches_that_workers_have_drawn_raises_no_alarm(c
     model.eval()"""
     edits = {"Points(48,": "Points(49,", "sampler=sampler)": "sampler=sampler, num_workers=2)"}
     edits |= {"            mean = torch.zeros(())\n    model.eval()": evaluate}
+    if method:  # the default from Python 3.14 on
+        context = (
+            f"multiprocessing.context._default_context._default_context = multiprocessing.get_context('{method}')"
+        )
+        edits |= {"import torch\n": f"import multiprocessing\n{context}\nimport torch\n"}
     script = str(plant(edits, tmp_path))
     assert main([script, *GLOBAL_BATCH, "--world-sizes", "1 2", *LOCAL_BATCH]) == 0
     assert named(capsys.readouterr().out) == set()
