@@ -1,6 +1,8 @@
 """Tasks, text, and GPTs: sums that ranks may add up, windows of whole files, a model that sees no future."""
 
+import errno
 import math
+import os
 import string
 
 import pytest
@@ -53,6 +55,22 @@ class TestText:
         assert sorted(train + test) == sorted(content for _, content in files)
         assert sum(map(len, test)) >= TEST_SHARE * sum(len(content) for _, content in files)
         assert len(test) < 5
+
+    @pytest.mark.parametrize(("number", "files"), [(errno.ENOENT, 39), (errno.ELOOP, 39), (errno.EIO, None)])
+    def test_a_file_is_left_out_only_if_there_is_none(self, folder, monkeypatch, number, files):
+        path, real = folder / read_files(folder)[3][0], os.stat
+
+        def stat(target, **kwargs):
+            if os.fspath(target) == str(path):
+                raise OSError(number, os.strerror(number), str(target))
+            return real(target, **kwargs)
+
+        monkeypatch.setattr(os, "stat", stat)
+        if files:
+            assert len(read_files(folder)) == files
+        else:
+            with pytest.raises(UserError, match=r"--data text: cannot read .* \(Input/output error\)"):
+                read_files(folder)
 
     def test_the_split_depends_on_names_alone(self, folder):
         files = read_files(folder)

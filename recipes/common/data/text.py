@@ -5,7 +5,9 @@ Files are split into a training and a test half, whole, and each half is cut int
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -87,12 +89,22 @@ def read_files(folder: Path, suffix: str = "") -> list[tuple[str, bytes]]:
         for place, folders, names in os.walk(folder, onerror=refuse):
             folders[:] = [name for name in folders if name not in INSTALLED and name[0] != "."]
             for path in (Path(place, name) for name in names if name.endswith(suffix) and name[0] != "."):
-                content = path.read_bytes() if path.is_file() else b""
+                content = path.read_bytes() if is_file(path) else b""
                 if content and SEPARATOR not in content:
                     found.append((path.relative_to(folder).as_posix(), content))
     except OSError as error:
         refuse(error)
     return sorted(found)
+
+
+def is_file(path: Path) -> bool:
+    """Return whether there is a file; raises OSError if that is unknown, unlike Python 3.14's Path.is_file()."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP):  # a link that leads nowhere
+            return False
+        raise
 
 
 def split_files(files: list[tuple[str, bytes]], folder: Path) -> tuple[list[bytes], list[bytes]]:

@@ -62,11 +62,13 @@ def _find_run(
     if not found and "config.json" in names:
         # A run that began from another run's checkpoint and has none of its own yet begins from that one again.
         begun_from = read_config(folder / "config.json")["launches"][-1]["checkpoint"]
-        if begun_from and not Path(begun_from).exists():
-            raise UserError(
-                f"the run {folder} has no checkpoint, and {begun_from}, where it began, is gone; {remedy}"
-            )
-        found = read_path(Path(begun_from), check=check) if begun_from else None
+        if begun_from:
+            try:
+                Path(begun_from).stat()  # not exists(), which takes any error for "no" from Python 3.14 on
+            except FileNotFoundError:
+                what = f"the run {folder} has no checkpoint, and {begun_from}, where it began, is gone"
+                raise UserError(f"{what}; {remedy}") from None
+            found = read_path(Path(begun_from), check=check)
     return folder, found
 
 
