@@ -65,7 +65,7 @@ class Bench:
         write_data(self.data_dir)
         args = options(recipe_words(self.data_dir))
         data = load_data(args, torch.device("cpu"), on_bad_image=print)
-        pixels = data.train.images.float()  # type: ignore[attr-defined]
+        pixels = data.train.inputs.float()  # type: ignore[attr-defined]
         start = {
             "weights": [parameter.detach() for parameter in build_model(args, data).parameters()],
             "order": permutation(SAMPLES, args.seed, 0),

@@ -165,7 +165,7 @@ def test_what_decides_a_run_is_compared():
     first, second = data.train.fingerprint(), data.test.fingerprint()
     assert first.startswith("1437 samples with digest ")
     assert second.startswith("360 samples with digest ")
-    data.test.labels[7] += 1
+    data.test.targets[7] += 1
     assert data.test.fingerprint() != second
 
 

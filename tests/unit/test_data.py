@@ -34,8 +34,8 @@ def test_digits_are_the_real_ones():
     data = load()
     assert (len(data.train), len(data.test)) == (1437, 360)
     assert (data.channels, data.image_size, data.num_classes) == (1, 8, 10)
-    images = torch.cat([data.train.images, data.test.images]).flatten(1)
-    labels = torch.cat([data.train.labels, data.test.labels])
+    images = torch.cat([data.train.inputs, data.test.inputs]).flatten(1)
+    labels = torch.cat([data.train.targets, data.test.targets])
     ours = sorted(zip(images.tolist(), labels.tolist(), strict=True))
     theirs = load_digits()
     assert ours == sorted(zip(theirs.data.astype(int).tolist(), theirs.target.tolist(), strict=True))
@@ -53,7 +53,7 @@ def test_a_folder_that_the_data_do_not_read_is_no_silent_option(tmp_path):
 
 
 def test_the_split_does_not_depend_on_the_seed():
-    assert torch.equal(load("--seed", "1").test.images, load("--seed", "2").test.images)
+    assert torch.equal(load("--seed", "1").test.inputs, load("--seed", "2").test.inputs)
 
 
 def test_training_pixels_are_normalised():
@@ -68,7 +68,7 @@ def test_batches_are_those_of_the_indices():
     split = load().train
     batches = list(split.batches([torch.tensor([5, 3]), torch.tensor([], dtype=torch.int64)], 0))
     assert [len(labels) for _, labels in batches] == [2, 0]
-    assert batches[0][1].tolist() == split.labels[[5, 3]].tolist()
+    assert batches[0][1].tolist() == split.targets[[5, 3]].tolist()
 
 
 def test_synthetic():
@@ -77,7 +77,7 @@ def test_synthetic():
     assert data.num_classes == 100
     assert load("--data", "synthetic", "--num-samples", "1500", "--image-size", "4").num_classes == 1000
     again = load("--data", "synthetic", "--num-samples", "100", "--image-size", "12", "--seed", "9")
-    assert torch.equal(data.train.images, again.train.images)
+    assert torch.equal(data.train.inputs, again.train.inputs)
 
 
 def idx(array):
@@ -109,10 +109,10 @@ def test_fashion_mnist(fashion):
     data = load("--data", "fashion-mnist", "--data-dir", str(folder), "--download")
     assert (len(data.train), len(data.test)) == (50, 20)
     assert (data.channels, data.image_size, data.num_classes) == (1, 28, 10)
-    assert np.array_equal(data.train.images[:, 0].numpy(), content["train"][0])
-    assert np.array_equal(data.test.labels.numpy(), content["t10k"][1])
+    assert np.array_equal(data.train.inputs[..., 0].numpy(), content["train"][0])
+    assert np.array_equal(data.test.targets.numpy(), content["t10k"][1])
     again = load("--data", "fashion-mnist", "--data-dir", str(folder))  # unpacked by now
-    assert torch.equal(again.test.images, data.test.images)
+    assert torch.equal(again.test.inputs, data.test.inputs)
 
 
 def test_a_failed_download_is_refused_in_one_line(fashion):
@@ -212,8 +212,8 @@ def test_cifar10(cifar):
     assert (len(data.train), len(data.test)) == (60, 12)
     assert (data.channels, data.image_size) == (3, 32)
     expected = np.concatenate([content[f"data_batch_{i}"][0] for i in range(1, 6)]).reshape(-1, 3, 32, 32)
-    assert np.array_equal(data.train.images.numpy(), expected)
-    assert data.test.labels.tolist() == content["test_batch"][1]
+    assert np.array_equal(data.train.inputs.permute(0, 3, 1, 2).numpy(), expected)
+    assert data.test.targets.tolist() == content["test_batch"][1]
     ((images, _),) = data.train.batches([torch.arange(60)], 0)
     assert images.mean(dim=(0, 2, 3)).tolist() == pytest.approx([0, 0, 0], abs=1e-5)
 

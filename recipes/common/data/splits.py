@@ -189,17 +189,11 @@ class TensorSplit(MemorySplit):
     ) -> None:
         normalise = Normalise(mean, std, images.shape[3], images.device, channels_last)
         super().__init__(images.permute(0, 2, 3, 1).contiguous(), labels, normalise)
-        self.labels = labels
 
     def fingerprint(self) -> str:
         """Return a string that identifies this split: its size, and a digest of the labels and of some pixels."""
         some = self.inputs.flatten()[:: max(1, self.inputs.numel() // FINGERPRINT_PIXELS)]
-        return f"{len(self)} samples with digest {digest(self.labels, some):08x}"
-
-    @property
-    def images(self) -> Tensor:
-        """The raw images: uint8, shape (N, C, H, W)."""
-        return self.inputs.permute(0, 3, 1, 2)
+        return f"{len(self)} samples with digest {digest(self.targets, some):08x}"
 
 
 def digest(*tensors: Tensor) -> int:
