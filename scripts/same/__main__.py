@@ -27,7 +27,7 @@ from recipes.common.options import positive_float, positive_int
 from scripts.launch.command import CommandParser, absolute, command, parse, temporary_folder
 from scripts.same import compare, script_job
 from scripts.same.causes import CAUSES, NOTES
-from scripts.same.compare import Finding, Rounding, Run
+from scripts.same.compare import Finding, Rounding, Run, by_updates
 from scripts.same.script_job import CONTEXT
 
 PLACEHOLDERS = ("local_batch", "global_batch", "world_size", "run_dir", "resume")
@@ -176,13 +176,17 @@ class Session:
                 path.write_text(json.dumps(run.joint_batches()))
                 replay = self.run(1, SAME_REPLAY=str(path))
             self.runs.append(run)
-            differences = compare.compare(run, first, replay, rounding, is_divided=bool(args.global_batch))
+            alone, limits = first, rounding
+            if compare.is_exchanged_in_step(run):
+                run, alone, replay = by_updates(run), by_updates(first), replay and by_updates(replay)
+                limits = Rounding(alone, by_updates(control))
+            differences = compare.compare(run, alone, replay, limits, is_divided=bool(args.global_batch))
             if not has_loss:
                 if "not-replicated" in [found.cause for found in differences]:
                     raise unread  # nothing else can be compared
                 differences.append(Finding("not-printed", "loss"))
             self.findings += [(size, found) for found in differences]
-            self.largest = max(self.largest, compare.largest_gradient_difference(run, replay or first))
+            self.largest = max(self.largest, compare.largest_gradient_difference(run, replay or alone))
         if args.resume == "auto":
             self.examine_resume()
 

@@ -12,7 +12,7 @@ import re
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
@@ -215,6 +215,24 @@ class Rounding:
     def limit(self, measured: Sequence[float], i: int, scale: float = 1.0) -> float:
         """Return the largest difference that rounding explains for step or value i, whose magnitude is `scale`."""
         return max(self.floor * scale, SAFETY * measured[min(i, len(measured) - 1)] if measured else 0.0)
+
+
+def is_exchanged_in_step(run: Run) -> bool:
+    """Return whether ranks step with different gradients and still have equal weights: step() exchanges them."""
+    apart = {
+        name: max((rank_difference(records, name) for records in run.steps), default=0.0) for name in SKETCHES
+    }
+    is_moved = any(np.any(weight_change(records[0])) for records in run.steps)
+    return is_moved and apart["final"] > 1e-6 and max(apart["weights"], apart["after"]) <= 1e-12
+
+
+def by_updates(run: Run) -> Run:
+    """Return a run with each step's change of the weights in place of its gradient."""
+    events = [
+        [{**line, "final": weight_change(line)} if line["event"] == "step" else line for line in lines]
+        for lines in run.events
+    ]
+    return replace(run, events=events)
 
 
 def is_replicated(run: Run, first: Run) -> bool:

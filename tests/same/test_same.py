@@ -12,7 +12,7 @@ from scripts.same.__main__ import main
 from scripts.same.causes import NOTES
 from scripts.same.compare import load
 from tests.conftest import require
-from tests.same.bugs import BUGS, RESUME, RIGHT, plant
+from tests.same.bugs import BUGS, RESUME, RIGHT, UNWRAPPED, plant
 from tests.support import ROOT
 
 pytestmark = pytest.mark.slow
@@ -107,6 +107,27 @@ def test_a_metric_that_is_not_named_as_one_of_an_evaluation_is_known_by_their_nu
     script = str(plant(edits | BUGS["padded evaluation"].edits, tmp_path))
     assert main([script, *GLOBAL_BATCH, "--world-sizes", "1 2", *LOCAL_BATCH]) == 1
     assert named(capsys.readouterr().out) == {"padded-evaluation"}
+
+
+EXCHANGING = """class Exchanging(torch.optim.SGD):
+    def step(self):
+        for weight in model.parameters():
+            weight.grad = weight.grad / world_size
+            dist.all_reduce(weight.grad)
+        super().step()
+
+
+"""
+
+
+@pytest.mark.parametrize("divisor", [" / world_size", ""])
+def test_an_optimizer_that_exchanges_in_its_step_is_compared_by_its_updates(capsys, tmp_path, divisor):
+    own = EXCHANGING.replace(" / world_size", divisor) + "optimizer = Exchanging("
+    script = str(plant(UNWRAPPED | {"optimizer = torch.optim.SGD(": own}, tmp_path))
+    status = main([script, *GLOBAL_BATCH, "--world-sizes", "1 2", *LOCAL_BATCH])
+    output = capsys.readouterr().out
+    assert named(output) == (set() if divisor else {"loss-scaled"}), output
+    assert status == (not divisor)
 
 
 def test_accumulation_raises_no_alarm(capsys):
