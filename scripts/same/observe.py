@@ -456,6 +456,7 @@ def run_script(script: str, argv: list[str]) -> None:
     for number, name in ((1, "out"), (2, "err")):  # a launcher would mix the lines of all ranks
         file = os.open(folder / f"rank{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, number)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a script may end by os._exit()
     os.environ["SAME_REPORT"] = str(folder / f"rank{rank}.report")
     seed_generators(int(rank))
     observer = Observer(folder, int(rank))

@@ -239,6 +239,14 @@ def test_a_loss_is_read_from_the_report(tmp_path, launcher):
     assert load(folder, 1, [0]).series["loss"].values == [2.5]
 
 
+@pytest.mark.parametrize("launcher", ["", sys.executable])
+def test_a_loss_is_read_from_a_script_that_ends_without_a_flush(tmp_path, launcher):
+    script, folder = tmp_path / "script.py", tmp_path / "run"
+    script.write_text("import os\nprint('loss 2.5')\nos._exit(0)\n")
+    assert script_job.run([str(script)], launcher, 1, folder, 60) == [0]
+    assert load(folder, 1, [0]).series["loss"].values == [2.5]
+
+
 def test_of_ranks_that_all_print_one_is_read_under_a_launcher(tmp_path):
     script, folder = tmp_path / "script.py", tmp_path / "run"
     script.write_text("print('loss 2.5')\n")
