@@ -147,7 +147,8 @@ CAUSES = {
     ),
     "other-samples": Cause(
         "the ranks' samples together are not those of one process",
-        "shard one order of the samples, the same on all ranks, or use a DataLoader: its batches can be replayed",
+        "shard one order of the samples, the same on all ranks; or use a DataLoader and a data set that is no "
+        "IterableDataset: its batches can be replayed",
     ),
     "other-steps": Cause(
         "the number of optimizer steps differs",
