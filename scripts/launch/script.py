@@ -50,16 +50,23 @@ def read_script() -> Path:
     try:
         source = path.read_bytes()
     except FileNotFoundError:
-        others = [other.name for other in path.parent.glob("*.py")]
-        raise UserError(f"SCRIPT {path} does not exist{nearest(path.name, others, cutoff=0.7)}") from None
+        hint = nearest(path.name, [other.name for other in path.parent.glob("*.py")], cutoff=0.7)
+        parts = path.name.split(".")
+        if not hint and len(parts) > 1 and parts[-1] != "py" and all(map(str.isidentifier, parts)):
+            code = f"import runpy; runpy.run_module('{path.name}', None, '__main__', True)"
+            hint = f"; for a module, name a file with the line: {code}"
+        raise UserError(f"SCRIPT {path} does not exist{hint}") from None
     except OSError as error:
         raise UserError(f"SCRIPT {path} cannot be read: {error.strerror}; name a Python file") from None
     try:
-        parse_python(source)
+        body = parse_python(source).body
     except (SyntaxError, ValueError) as error:  # ValueError: a zero byte
         line = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
         what = error.msg if isinstance(error, SyntaxError) else error
         raise UserError(f"SCRIPT {path} is not Python: {what}{line}; fix it, or name a Python file") from None
+    if len(body) == 1 and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Dict):
+        # A notebook mostly is valid Python, which does nothing.
+        raise UserError(f"SCRIPT {path} is JSON; convert a notebook by jupyter nbconvert --to script")
     workdir = os.environ.get("WORKDIR") or "."
     if not absolute(workdir).is_dir():
         raise UserError(f"WORKDIR {workdir} is not a folder; name the folder in which the script is to run")

@@ -341,10 +341,20 @@ def test_a_file_that_is_not_python_is_refused(monkeypatch, tmp_path, source):
     assert message.endswith(" (line 2); fix it, or name a Python file" if "\n" in source else "name a Python file")
 
 
+def test_a_notebook_is_refused_as_it_would_run_and_do_nothing(monkeypatch, tmp_path):
+    path = tmp_path / "train.ipynb"
+    path.write_text('{"cells": [{"source": ["train()"]}],\n "metadata": {}, "nbformat": 4}\n')
+    assert fail(monkeypatch, SCRIPT=str(path)).startswith(f"SCRIPT {path} is JSON; convert a notebook by jupyter ")
+
+
 def test_what_no_launcher_can_run_is_refused(monkeypatch, tmp_path):
     (tmp_path / "train.py").write_text("'\\d'\n")  # Python warns of it, but not twice
     path = tmp_path / "tran.py"
     assert fail(monkeypatch, SCRIPT=str(path)) == f"SCRIPT {path} does not exist; did you mean 'train.py'?"
+    assert fail(monkeypatch, SCRIPT="package.train").endswith(
+        "does not exist; for a module, name a file with the line: "
+        "import runpy; runpy.run_module('package.train', None, '__main__', True)"
+    )
     assert fail(monkeypatch, SCRIPT="~nobody-here/train.py").startswith("SCRIPT /")  # not a traceback
     assert fail(monkeypatch, SCRIPT=str(tmp_path)).endswith("cannot be read: Is a directory; name a Python file")
     recipe = str(ROOT / "recipes/ddp/train.py")
