@@ -218,7 +218,9 @@ class Observer:
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Write the step's event once the outer optimizer has finished."""
-        if len(self.stepping) == 1:
+        # torch.distributed.checkpoint makes an optimizer's state by a step without samples, gradient and rate.
+        is_step = any(any(self.record.get(name, ())) for name in ("rows", "final", "lr"))
+        if len(self.stepping) == 1 and is_step:
             if optimizer not in self.optimizers:
                 self.optimizers.append(optimizer)
             self.steps += 1

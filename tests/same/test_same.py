@@ -130,6 +130,18 @@ def test_an_optimizer_that_exchanges_in_its_step_is_compared_by_its_updates(caps
     assert status == (not divisor)
 
 
+def test_the_empty_step_by_which_torch_makes_an_optimizers_state_is_no_step(capsys, tmp_path):
+    """torch.distributed.checkpoint.state_dict makes one before it loads a checkpoint."""
+    load = '    optimizer.load_state_dict(state["optimizer"])\n'
+    init = "    torch.distributed.checkpoint.state_dict._init_optim_state(optimizer)\n"
+    module = "import torch.distributed as dist\n"
+    edits = {load: init + load, module: module + "import torch.distributed.checkpoint.state_dict\n"}
+    script = str(plant(edits, tmp_path))
+    status = main([script, *GLOBAL_BATCH, "--world-sizes", "1 2", *RESUME, *LOCAL_BATCH, *CHECKPOINT])
+    assert named(capsys.readouterr().out) == set()
+    assert status == 0
+
+
 def test_accumulation_raises_no_alarm(capsys):
     argv = [str(RIGHT), *GLOBAL_BATCH, "--world-sizes", "1 2", *LOCAL_BATCH, "--accumulate", "2"]
     assert main(argv) == 0
