@@ -18,6 +18,7 @@ from tests.conftest import slow
 from tests.support import (
     ROOT,
     Ranks,
+    is_equal,
     largest_difference,
     losses,
     metrics,
@@ -193,6 +194,14 @@ def no_zeros(data):
 def three_tests():
     found = spirals()
     return {**found, "test": [part[:3] for part in found["test"]]}
+
+class Quantised(nn.Linear):
+    def __init__(self, data):
+        super().__init__(2, 3)
+        self.small = nn.Parameter(torch.eye(2).to(torch.float8_e4m3fn), requires_grad=False)
+        self.short = nn.Parameter(torch.ones(3, dtype=torch.int16), requires_grad=False)
+    def forward(self, inputs):
+        return super().forward(inputs @ self.small.float()) * self.short
 
 class Auxiliary(nn.Linear):
     def __init__(self, data):
@@ -543,6 +552,18 @@ def test_buffers_that_nccl_cannot_send_are_refused_in_one_line_too():
         raise TypeError(said)
     with pytest.raises(TypeError, match="another"), checked_buffers(options([])):
         raise TypeError("another")
+
+
+@pytest.mark.parametrize("argv", [(), *slow((("--resume", "auto"),))])
+def test_frozen_parameters_of_any_type_are_in_fsdps_checkpoints(start, tmp_path, argv):
+    quantised = ("--data", "mine:spirals", "--model", "mine:Quantised")
+    start("fsdp", 2, *quantised, "--max-steps", "1").wait(check=True)
+    if argv:
+        start("fsdp", 2, *quantised, "--max-steps", "2", *argv).wait(check=True)
+    kept = weights(tmp_path / "run")
+    assert kept["small"].dtype == torch.float8_e4m3fn
+    assert kept["small"].float().tolist() == [[1, 0], [0, 1]]
+    assert is_equal(kept["short"], torch.ones(3, dtype=torch.int16))
 
 
 DTYPES = [

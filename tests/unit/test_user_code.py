@@ -258,6 +258,17 @@ class Named(nn.Linear):
     def forward(self, *, inputs):
         return super().forward(inputs)
 
+class Sparse(nn.Linear):
+    def __init__(self, data):
+        super().__init__(2, 3)
+        self.register_buffer("graph", torch.eye(2).to_sparse())
+
+def empty():
+    return {**noisy(), "test": (X[:0], torch.arange(0))}
+
+def numpy_classes():
+    return {**noisy(), "num_classes": np.int64(2) + 1}
+
 def on_meta(data):
     return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).to("meta")
 
@@ -373,6 +384,11 @@ def test_own_data_model_and_task_are_taken_as_they_are():
     ((inputs, targets),) = data.train.batches([torch.tensor([5, 0])], 0)
     assert torch.equal(inputs.sum(1), targets)
     assert targets[1] == inputs[1].sum() == pytest.approx(-2 + 2 / 23)
+
+
+def test_the_number_of_classes_may_be_numpys():
+    data, _ = load("--data", "mine:numpy_classes", "--model", "mine:net")
+    assert (data.num_classes, type(data.num_classes)) == (3, int)
 
 
 def test_own_images_go_with_built_in_models():
@@ -619,6 +635,11 @@ FIT = ("--data", "mine:data", "--model", "mine:net", "--task")
             ("--data", "mine:classes", "--model", "mine:on_meta"),
             "--model mine:on_meta: 0.weight is on the meta device; return a model with its weights",
         ),
+        (
+            ("--data", "mine:classes", "--model", "mine:Sparse"),
+            "the buffer graph of a Sparse is sparse, and ranks exchange dense ones; keep its indices and values in two",
+        ),
+        (("--data", "mine:empty"), "mine:empty: 'test' is empty; give at least one sample"),
         (
             ("--data", "mine:classes", "--model", "mine:Named"),
             "takes 1 positional argument but 2 were given; fix it and start again",

@@ -120,6 +120,8 @@ def load_user_data(args: Options, device: torch.device, on_fault: Callable[[User
     if missing := [key for key in ("train", "test", "target") if not isinstance(found, dict) or key not in found]:
         raise UserError(f"{what} returned {name_of(found)} without {missing[0]!r}; {fix}")
     kind, num_classes = found["target"], found.get("num_classes")
+    if isinstance(num_classes, np.integer):  # such as labels.max() + 1
+        num_classes = int(num_classes)
     if kind not in KINDS:
         raise UserError(f"{what}: unknown target {kind!r}{nearest(str(kind), KINDS)}; {fix}")
     if kind != "values" and (not isinstance(num_classes, int) or num_classes < 1):
@@ -182,6 +184,8 @@ def _first_sample(what: str, samples: Any) -> Batch:
     if _are_tensors(samples):
         inputs, targets = samples
         counts = [len(tensor) if tensor.ndim else 0 for tensor in samples]
+        if counts == [0, 0] and inputs.ndim and targets.ndim:
+            raise UserError(f"{what} is empty; give at least one sample")
         if counts[0] != counts[1] or not counts[1]:
             raise UserError(f"{what} has {counts[0]} inputs and {counts[1]} targets; give as many of each")
         return inputs[0], targets[0]

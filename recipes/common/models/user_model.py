@@ -33,6 +33,9 @@ def build_user_model(args: Options, data: Data) -> nn.Module:
         raise UserError(f"--model {args.model} returned {name_of(model)}; return a torch.nn.Module")
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
+            if buffer.layout != torch.strided:
+                what = f"the buffer {name} of a {type(module).__name__} is sparse, and ranks exchange dense ones"
+                raise UserError(f"--model {args.model}: {what}; keep its indices and values in two buffers")
             # An expanded buffer has less memory than numbers: a broadcast would write beyond it, a resume fail.
             if not is_lazy(buffer):
                 module._buffers[name] = buffer.contiguous()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,12 @@ def update(job: Job, check: Callable[[Sequence[Tensor]], bool]) -> None:
 
 def gather_whole(tensor: Tensor) -> Tensor:
     """Return the whole of a tensor whose shards are spread over ranks; call it on all ranks."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # Gloo knows neither int16 nor float8, which frozen weights may have.
+    wide = torch.float32 if tensor.is_floating_point() and tensor.element_size() == 1 else tensor.dtype
+    wide = torch.int32 if tensor.dtype == torch.int16 else wide
+    return cast(DTensor, tensor.to(wide)).full_tensor().to(tensor.dtype)
 
 
 def gather_state(job: Job) -> dict[str, Any] | None:
