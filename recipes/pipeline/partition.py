@@ -77,22 +77,24 @@ def balanced_cuts(costs: Sequence[float], parts: int) -> list[int]:
 def plan_parts(model: nn.Module, parts: int, balance: str, args: Options, sample: Tensor) -> list[Part]:
     """Cut a model into parts that balance the number of parameters or the time measured on the sample's device.
 
-    A cut falls only before a layer that trains, so that every part has a gradient to compute and to send back;
-    frozen layers (requires_grad is False) stay with those before them. The measured time varies from call to
-    call, so one process plans the parts and broadcasts them.
+    A cut falls only before a layer that trains, so that every part has a gradient to compute and to send back, and
+    that gets a row for each sample; frozen layers (requires_grad is False) stay with those before them. The time
+    that is measured varies, so one process plans the parts and broadcasts them.
 
     Raises UserError if the model is not a sequence of layers, or has too few of them.
     """
     sequence = layers(model)
     sizes = [sum(p.numel() for p in module.parameters()) for _, module in sequence]
     trains = [any(p.requires_grad for p in module.parameters()) for _, module in sequence]
-    starts = [0, *[i for i, has_any in enumerate(trains) if has_any and any(trains[:i])]]
+    seconds, outputs = measure([module for _, module in sequence], args, sample, timed=balance == "cost")
+    # A stage expects a row for each sample: no cut where layers work on (B * T, C).
+    has_rows = [True, *(output.ndim > 0 and len(output) == len(sample) for output in outputs)]
+    starts = [0, *[i for i, has_any in enumerate(trains) if has_any and any(trains[:i]) and has_rows[i]]]
     if len(starts) < parts:
         raise UserError(
             f"--model {args.model} has {len(starts)} layers with parameters to train, too few for {parts} parts; "
             f"use at most {len(starts)}"
         )
-    seconds, outputs = measure([module for _, module in sequence], args, sample, timed=balance == "cost")
     costs = seconds if balance == "cost" else [float(size) for size in sizes]
     ends = [*starts[1:], len(sequence)]
     cuts = balanced_cuts([sum(costs[a:b]) for a, b in zip(starts, ends, strict=True)], parts)

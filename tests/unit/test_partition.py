@@ -1,5 +1,6 @@
 """Cutting a model into parts: the best cuts, and layers that make up the whole."""
 
+import functools
 import itertools
 import random
 
@@ -193,6 +194,17 @@ def test_a_layer_that_returns_a_tuple_is_refused():
     )
     with pytest.raises(UserError, match=message):
         plan_parts(model, 2, "parameters", options("mine:net"), torch.zeros(1, 3, 2))
+
+
+def test_no_cut_falls_between_layers_whose_rows_are_not_samples():
+    """A stage would wait for a row of each sample, and gloo would abort it."""
+    rows = (torch.nn.Flatten(0, 1), torch.nn.Linear(2, 9), torch.nn.Linear(9, 2), torch.nn.Unflatten(0, (-1, 3)))
+    model = torch.nn.Sequential(*rows, torch.nn.Flatten(), torch.nn.Linear(6, 2))
+    plan = functools.partial(plan_parts, model, balance="parameters", args=options("mine:net"))
+    parts = plan(2, sample=torch.zeros(1, 3, 2))
+    assert [part.names for part in parts] == [["0", "1", "2", "3", "4"], ["5"]]
+    with pytest.raises(UserError, match="has 2 layers with parameters to train, too few for 3 parts"):
+        plan(3, sample=torch.zeros(1, 3, 2))
 
 
 class Residual(torch.nn.Sequential):
