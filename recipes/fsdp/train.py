@@ -141,6 +141,20 @@ def check_dtypes(block: nn.Module, args: FSDPOptions, names: Mapping[nn.Paramete
             raise UserError(f"{what}, and FSDP sends a block's parameters as one; use one dtype, or RECIPE=ddp")
 
 
+def check_rows(model: nn.Module, args: FSDPOptions) -> None:
+    """Raise UserError if a parameter has no rows to shard, or a module no hooks."""
+    for name, parameter in model.named_parameters():
+        if not parameter.ndim:
+            what = f"--model {args.model}: the parameter {name} is a single number, without rows to shard"
+            raise UserError(f"{what}; give it the shape (1,), or use RECIPE=ddp")
+        if not parameter.numel():
+            what = f"--model {args.model}: the parameter {name} is empty, without rows to shard"
+            raise UserError(f"{what}; leave it out, or use RECIPE=ddp")
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        what = f"--model {args.model}: TorchScript has no hooks, in which FSDP gathers weights"
+        raise UserError(f"{what}; return the module itself, or use RECIPE=ddp")
+
+
 def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
     """Shard the model in place, block by block; return it."""
     if args.cpu_offload and world.device.type == "cpu":
@@ -148,9 +162,7 @@ def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
     if args.activation_checkpointing and any(plain_layers(model)):
         what = f"--activation-checkpointing: --model {args.model} has batch norm"
         raise UserError(f"{what}, and blocks that run again would count their statistics twice; drop it")
-    if scalars := [name for name, parameter in model.named_parameters() if not parameter.ndim]:
-        what = f"--model {args.model}: the parameter {scalars[0]} is a single number, without rows to shard"
-        raise UserError(f"{what}; give it the shape (1,), or use RECIPE=ddp")
+    check_rows(model, args)
     settings: dict[str, Any] = {
         "mesh": build_mesh(args, world),
         "reshard_after_forward": args.reshard_after_forward,

@@ -209,6 +209,22 @@ class Scaled(nn.Module):
         return self.scale * self.blocks["second"](self.blocks["first"](images))
 
 
+class Empty(Scaled):
+    """A model with a parameter without values, such as a prompt of no tokens."""
+
+    def __init__(self, spec):
+        super().__init__(spec)
+        self.scale = nn.Parameter(torch.zeros(0, 10))
+
+    def forward(self, images):
+        return self.blocks["second"](self.blocks["first"](images)) + self.scale.sum(0)
+
+
+def scripted(spec):
+    """Return a model that TorchScript has compiled."""
+    return torch.jit.script(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+
+
 @pytest.mark.parametrize(
     "model",
     [
@@ -235,6 +251,14 @@ def test_batch_norm_keeps_fp32_beside_bf16(tmp_path, model):
             ("--model", "tests.parallel.test_fsdp:Scaled"),
             "--model tests.parallel.test_fsdp:Scaled: the parameter scale is a single number, without rows "
             "to shard; give it the shape (1,), or use RECIPE=ddp",
+        ),
+        (
+            ("--model", "tests.parallel.test_fsdp:Empty"),
+            "--model tests.parallel.test_fsdp:Empty: the parameter scale is empty, without rows to shard; ",
+        ),
+        (
+            ("--model", "tests.parallel.test_fsdp:scripted"),
+            "--model tests.parallel.test_fsdp:scripted: TorchScript has no hooks, in which FSDP gathers weights; ",
         ),
     ],
 )
