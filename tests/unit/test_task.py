@@ -13,13 +13,14 @@ from recipes.common.data import Data, Spec, build_task, load_data
 from recipes.common.data.text import SEPARATOR, TEST_SHARE, TextSplit, read_files, split_files
 from recipes.common.errors import UserError
 from recipes.common.language import TEMPERATURE, LanguageModel, generate
+from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models.gpt import GPT, rotate
 from recipes.common.models.layers import layers
 from recipes.common.models.models import build_model
 from recipes.common.optim import build_optimizer, optimizer_state
 from recipes.common.options import STANDARD_LIBRARY
 from recipes.common.restore import load_optimizer_state
-from recipes.common.task import SKIPPED, Classification, in_float
+from recipes.common.task import SKIPPED, Classification, Task, in_float
 from recipes.pipeline.partition import PartModule, merge_states, own_state, plan_parts, stages_of, state_of
 from recipes.single.train import options
 from tests.conftest import refused
@@ -333,3 +334,35 @@ def test_a_complex_output_keeps_its_imaginary_part():
     output = torch.tensor([1 + 2j])
     assert in_float(output) is output
     assert in_float(torch.ones(2, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+class PerToken(Task):
+    """Perplexity: the loss is divided by the tokens that count, not by the samples."""
+
+    metrics = ("hits", "tokens")
+
+    def loss_sum(self, output, target):
+        return functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
+
+    def metric_sums(self, output, target):
+        return ((output.argmax(-1) == target).sum(), self.count(target))
+
+    def count(self, target):
+        return (target != SKIPPED).sum()
+
+    def derive(self, averages):
+        return {"perplexity": math.exp(averages["loss"]), "share": averages["hits"] / averages["tokens"]}
+
+
+@pytest.mark.parametrize("sizes", [[6], [1, 5], [2, 2, 2]])
+def test_a_task_may_divide_by_another_number_than_samples(sizes):
+    generator = torch.Generator().manual_seed(0)
+    output, target = torch.randn(6, 4, 5, generator=generator), torch.randint(5, (6, 4), generator=generator)
+    target[target == 4] = SKIPPED
+    totals = new_totals(PerToken(), torch.device("cpu"))
+    for some in zip(output.split(sizes), target.split(sizes), strict=True):
+        add_batch(totals, PerToken(), *some)
+    found = averages(totals, PerToken(), 6)
+    loss = functional.cross_entropy(output.flatten(0, 1), target.flatten()).item()
+    assert found["test_perplexity"] == pytest.approx(math.exp(loss))
+    assert found["test_share"] == pytest.approx((output.argmax(-1) == target)[target >= 0].float().mean().item())
