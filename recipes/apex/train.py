@@ -45,6 +45,7 @@ Pairs = Iterator[tuple[Tensor, Tensor]]
 
 def wrap(model: nn.Module, args: ApexOptions, world: World, data: Data) -> Amp:
     """Prepare the model and its optimizer for --opt-level and wrap the model in DDP; call it on all ranks."""
+    check_halves(model, args)
     why_torch = "--amp-backend torch" if args.amp_backend == "torch" else why_not_apex(args, world)
     # Apex: all ranks must use the same backend: gathers one short string per rank.
     why_torch = next(filter(None, world.gather_objects(why_torch)), "")
@@ -160,6 +161,15 @@ def half_type(device: torch.device) -> torch.dtype:
 def to_half(inputs: Tensor, half: torch.dtype) -> Tensor:
     """Cast images to half precision; return tokens, which are integers, unchanged."""
     return inputs.to(half) if inputs.is_floating_point() else inputs
+
+
+def check_halves(model: nn.Module, args: ApexOptions) -> None:
+    """Raise UserError if O2 or O3 would drop the imaginary parts of a parameter or buffer."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    found = [name for name, tensor in named if tensor.is_complex()]
+    if found and args.opt_level in ("O2", "O3"):
+        what = f"--opt-level {args.opt_level}: {found[0]} of --model {args.model} is complex, and half is not"
+        raise UserError(f"{what}; use O0 or O1")
 
 
 def half_copy(model: nn.Module, half: torch.dtype) -> nn.Module:

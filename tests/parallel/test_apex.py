@@ -110,6 +110,17 @@ def test_checkpoints_pass_to_ddp_and_back(apex, single, tmp_path):
     assert largest_difference(weights(o0), weights(single)) < 1e-5
 
 
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_numbers_that_half_precision_does_not_have_are_refused(level):
+    """A rotary embedding's table, for example: Module.to() would drop the imaginary parts."""
+    model = torch.nn.Linear(1, 1)
+    model.register_buffer("turns", torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(UserError, match=rf"^--opt-level {level}: turns of --model lenet is complex, .*use O0 or"):
+        recipe.check_halves(model, recipe.options(["--opt-level", level]))
+    recipe.check_halves(model, recipe.options(["--opt-level", "O1"]))
+    recipe.check_halves(torch.nn.Linear(1, 1), recipe.options(["--opt-level", level]))
+
+
 def test_it_says_what_runs_and_refuses_what_cannot(tmp_path):
     words = ["--max-steps", "1", "--no-tensorboard", "--runs-dir", str(tmp_path)]
     text = run_ranks("apex", words, 2, tmp_path / "auto").text
