@@ -10,8 +10,7 @@ torchrun restarts the ranks of all nodes when a rank fails or a node joins. Hand
   once.
 - Once a script's ranks have finished on some nodes, the others run to their end, and no node joins. The job fails
   if a node is lost, fails or stops before its own ranks have finished.
-- A refusal (status 2) ends the job, since a restart would be refused again; in a round with nodes that are new in
-  the job, it ends those nodes, which may have other options, data or code than the others.
+- A refusal (status 2) ends the job, since a restart would be refused again.
 - Heartbeats use the store's time and touch no disk, so neither clocks nor file systems cause a restart.
 """
 
@@ -171,8 +170,6 @@ class Handler(DynamicRendezvousHandler):
 
     members: frozenset[Any] = frozenset()
     """The nodes of the round."""
-    before: frozenset[Any] = frozenset()
-    """Those of the round before, if this node took part in it."""
     left: frozenset[Any] = frozenset()
     """Members that have left the round since, lost or to restart their ranks."""
     lost: frozenset[Any] = frozenset()
@@ -196,7 +193,7 @@ class Handler(DynamicRendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round or, once ranks of a script have finished, wait for the job's end instead."""
-        self.before = before = self.members
+        before = self.members
         if before and self.is_ending():
             self._wait_for_end()
         while True:
@@ -211,8 +208,6 @@ class Handler(DynamicRendezvousHandler):
         self.members, self.round = frozenset(state.participants), state.round
         self.left = self.lost = frozenset()
         self.has_stopped, self._begun_s, self._newcomers_since_s = False, time.monotonic(), 0.0
-        if before:
-            self.notes.set(f"goes on/{self.round}", "1")
         if info.rank == 0 and (self.round or info.world_size < self.settings.max_nodes):
             without = f", without {names_of(before - self.members)}" if before - self.members else ""
             say(f"round {self.round + 1}: {info.world_size} of {self.settings.max_nodes} nodes{without}")
@@ -307,12 +302,6 @@ class Handler(DynamicRendezvousHandler):
                 return False
             time.sleep(0.1)
         return True
-
-    def has_newcomers(self) -> bool:
-        """Whether some nodes of the round, but not all, are new in the job."""
-        if self.before:
-            return bool(self.members - self.before)
-        return self.notes.check([f"goes on/{self.round}"])
 
     def leave(self) -> None:
         """Leave the round, so that the others need not wait until this node counts as lost."""
@@ -433,8 +422,6 @@ class Agent(torch_agent.Agent):
                 return RunResult(state=WorkerState.HEALTHY)
             self.failures = statuses, pids
             is_refusal = USAGE_STATUS in statuses.values() and self.handler.is_refusal()
-            if is_refusal and self.handler.has_newcomers():
-                return self._end_newcomers()
             if is_refusal:
                 self._remaining_restarts = 0
             if self._remaining_restarts == 0:
@@ -447,16 +434,6 @@ class Agent(torch_agent.Agent):
                     restart = "no restart, since ranks of another node have finished"
                 say(f"{cause_of_failure(statuses, pids)}; {restart}")
         return result
-
-    def _end_newcomers(self) -> RunResult:
-        """After a refusal, let the job go on without the nodes that are new in it; on those, raise a UserError."""
-        if not self.handler.before:
-            self.handler.leave()
-            fix = "give it the options, data and code of the others"
-            raise UserError(f"refused with this node, which is new: see rank 0's error; the job goes on; {fix}")
-        say(f"refused with {names_of(self.handler.members - self.handler.before)}: the job goes on without")
-        self.handler.has_stopped = True
-        return RunResult(state=WorkerState.HEALTHY)  # num_nodes_waiting() then restarts the ranks
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY and not self.handler.has_stopped:

@@ -134,23 +134,3 @@ def test_a_refusal_ends_the_job_at_once(tmp_path):
     assert time.monotonic() - begun < 60
     assert [line for line in result.stderr.splitlines() if "error: " in line and "--global-batch-size" in line]
     assert "restart" not in result.stderr
-
-
-def test_a_node_that_returns_with_other_options_is_refused_and_the_job_goes_on(tmp_path):
-    run, job = tmp_path / "o", elastic(2, 1, 3, *words_for(tmp_path, "o", *GENTLE, *OFTEN))
-    job.wait_for_step(run, 30)
-    node = process_of(job, 1)
-    command, environment = node.cmdline(), {**node.environ(), "LAUNCHER_PID": str(os.getpid())}
-    node.kill()
-    wait_until(lambda: launches(run) == [2, 1], TIMEOUT_S, lambda: job.text)
-    options = {"cwd": ROOT, "env": environment, "start_new_session": True, "text": True}
-    returned = subprocess.Popen([*command, "--lr", "0.5"], **options, stderr=subprocess.PIPE)
-    try:
-        assert "error: refused with this node, which is new: " in returned.communicate(timeout=TIMEOUT_S)[1]
-        assert returned.returncode == 2
-        wait_until(lambda: launches(run) == [2, 1, 1], TIMEOUT_S, lambda: job.text)
-        job.wait_for_step(run, launches(run, "step")[2] + 10)
-        job.process.send_signal(signal.SIGTERM)
-        assert "--lr is " in job.wait(check=True).stderr
-    finally:
-        returned.kill()

@@ -250,44 +250,6 @@ def test_a_refusal_of_one_node_is_one_after_a_while(nodes, monkeypatch):
     assert a.is_refusal()
 
 
-def test_the_nodes_that_are_new_in_a_round_are_known_on_all(nodes):
-    a, b = nodes(2)
-    a._settings.timeout.is_first = b._settings.timeout.is_first = lambda: False  # no wait for a third
-    join(a, b)
-    [c] = nodes(1)
-    assert not a.has_newcomers(), "in the first round, all are new"
-    with ThreadPoolExecutor(1) as pool:
-        newcomer = pool.submit(c.next_rendezvous)
-        wait_for_change(a, b)
-        join(a, b)
-        newcomer.result()
-    assert [handler.has_newcomers() for handler in (a, b, c)] == [True] * 3
-    c.leave()
-    wait_for_change(a, b)
-    join(a, b)
-    assert [handler.has_newcomers() for handler in (a, b)] == [False] * 2
-
-
-@pytest.mark.parametrize("before", [{"a"}, set()])
-def test_a_refusal_ends_the_nodes_that_are_new_and_not_the_job(monkeypatch, capsys, before):
-    """A node may return with other options or code than the others have."""
-    handler = FakeHandler()
-    handler.has_newcomers = lambda: True
-    node = Mock(addr="b", pid=7)
-    handler.before, handler.members = frozenset(before), frozenset([*before, node])
-    one, monitor = monitored(monkeypatch, failed(r0=2), handler)
-    if before:
-        assert monitor().state == WorkerState.HEALTHY
-        assert handler.has_stopped
-        assert one._remaining_restarts == 2
-        assert capsys.readouterr().err == "elastic: refused with b (pid 7): the job goes on without\n"
-    else:
-        with pytest.raises(UserError, match=r"this node, which is new: .*; the job goes on"):
-            monitor()
-        assert handler.has_left
-    assert handler.noted == {}
-
-
 def test_a_job_that_has_ended_says_how(nodes, store):
     a, b = nodes(2, max_nodes=2)
     join(a, b)
@@ -331,9 +293,6 @@ class FakeHandler:
         return "finished" in self.noted
 
     def has_lost(self):
-        return False
-
-    def has_newcomers(self):
         return False
 
     def num_nodes_waiting(self):
