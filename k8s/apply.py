@@ -286,14 +286,12 @@ class FollowedLog:
         self.process = subprocess.Popen([*self.command, *since])
         self.begun = self.last_seen = time.monotonic()
 
-    def grows(self, timeout_s: float) -> bool:
-        """Wait for the log's end, at most so long; return whether it had not ended before."""
-        if self.process.poll() is not None:
-            return False
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout_s)
-        self.last_seen = time.monotonic()
-        return True
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the log's end, at most so long."""
+        if self.process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout_s)
+            self.last_seen = time.monotonic()
 
     def keep_following(self, head: dict[str, Any] | None) -> bool:
         """Follow the log again if its connection broke; return whether it goes on."""
@@ -330,8 +328,10 @@ class Watch:
         """Follow every start of node 0's container until the job has ended; return the exit status."""
         try:
             while (end := self.step()) is None:
-                if not (self.log and self.log.grows(LONG_POLL_S)):
-                    time.sleep(POLL_S)
+                again = time.monotonic() + POLL_S
+                if self.log:
+                    self.log.wait(LONG_POLL_S)
+                time.sleep(max(0.0, again - time.monotonic()))  # the log may have broken at once
             state, reason = end
         finally:
             if self.log:

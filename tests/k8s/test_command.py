@@ -589,10 +589,23 @@ def test_while_a_log_grows_its_end_is_waited_for():
     log = apply.FollowedLog.__new__(apply.FollowedLog)
     begun = time.monotonic()
     with subprocess.Popen(["sleep", "2"]) as log.process:
-        assert log.grows(0.01)
-        assert log.grows(60)
+        log.wait(0.01)
+        log.wait(60)
         assert begun + 1.9 < log.last_seen < begun + 40
-        assert not log.grows(60)
+        ended = log.last_seen
+        log.wait(60)
+        assert log.last_seen == ended
+
+
+def test_a_log_that_breaks_at_once_is_not_followed_more_often(monkeypatch, now):
+    watching, slept, ends = watch(monkeypatch), [], iter([None, ("done", "")])
+    monkeypatch.setattr(apply.time, "sleep", slept.append)
+    monkeypatch.setattr(watching, "step", lambda: next(ends))
+    watching.log = apply.FollowedLog.__new__(apply.FollowedLog)
+    with subprocess.Popen(["true"]) as watching.log.process:
+        pass
+    assert watching.run() == 0
+    assert slept == [apply.POLL_S]
 
 
 def test_a_container_that_runs_on_without_a_log_is_bounded(monkeypatch, now):
