@@ -22,12 +22,12 @@ fi
 # .venv/.installed/ has a copy of each list that the environment holds. dev's and bench's hold everything that run's
 # does, in the same versions.
 is_ready() { runs && cmp -s ".venv/.installed/$want.txt" "requirements/$want.txt"; }
-# Its Python may be gone, too old, or after an upgrade of the system not the one whose packages it has: then .venv is
-# made anew.
+# Its Python may be gone, too old or new, or after an upgrade of the system not the one whose packages it has: then
+# .venv is made anew.
 runs() {
     .venv/bin/python -I -S -c 'import os, sys
 packages = os.path.join(".venv/lib", os.path.basename(os.path.dirname(os.__file__)))
-sys.exit(sys.version_info < (3, 11) or not os.path.isdir(packages))' &>/dev/null
+sys.exit(not (3, 11) <= sys.version_info < (3, 15) or not os.path.isdir(packages))' &>/dev/null
 }
 is_ready && exit 0
 
@@ -87,7 +87,7 @@ if ! runs || ! { .venv/bin/python -m pip --version || .venv/bin/python -m ensure
         exit 2
     }
 fi
-free=$(df -Pk .venv | awk 'NR == 2 { print int($4 / 1e6) }')
+free=$(df -Pk .venv 2>/dev/null | awk 'NR == 2 { print int($4 / 1e6) }') || free="?"
 size="PyTorch with CUDA: about 6 GB of the $free GB that are free, some minutes"
 if cmp -s .venv/.installed/run.txt requirements/run.txt; then size="only what is missing"; fi
 say "installing requirements/$want.txt into .venv ($size); log: $log"
