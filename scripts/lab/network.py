@@ -59,6 +59,8 @@ class Network:
     """The nodes' networks; node i has the address 10.79.0.(i + 1) on its eth0."""
 
     def __init__(self, nodes: int) -> None:
+        if not os.environ.get(INSIDE):
+            raise RuntimeError("this would change the machine's own network and /etc/hosts; call enter() first")
         self.names = [f"n{i}" for i in range(nodes)]
         self.addresses = [f"{SUBNET}.{i + 1}" for i in range(nodes)]
         self.bridge = f"{SUBNET}.254"
