@@ -32,7 +32,7 @@ from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_checked_data, train_epochs
 from recipes.common.models.batchnorm import check_parts, plain_layers, set_groups
 from recipes.common.models.models import build_model, make_model
-from recipes.common.models.user_model import check_fit, mixes_samples, run_seeded, two_samples
+from recipes.common.models.user_model import check_fit, mixes_samples, two_samples
 from recipes.common.optim import AMP_DTYPES, build_optimizer, build_scaler
 from recipes.common.options import Options, is_user_code, option, parse, positive_int, switch
 from recipes.common.parallel.buckets import FIX_MISSING, Named, missing_gradients, trained
@@ -299,6 +299,9 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
         module = wrap(model, args, world)
         if not isinstance(shards, str):
             materialise(model, shards, torch.device("cpu") if args.cpu_offload else world.device)
+        # FSDP: each rank sends whether its check_fit() saw the model without weights.
+        needs_probe = is_user_code(args.model) and not args.compile
+        needs_probe = needs_probe and any(world.gather_objects(not isinstance(shards, str)))
     # FSDP: the optimizer sees shards only, so its state is sharded too.
     optimizer = build_optimizer(args, model.parameters())
     job = Job(args, "fsdp", data, world, model, optimizer, build_scaler(args, world.device), stop)
@@ -325,12 +328,11 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
         with world.watch("evaluation", computes=True), same_blocks.checked():
             return model(inputs)
 
-    if is_user_code(args.model) and not isinstance(shards, str) and not args.compile:
-        # check_fit() has seen the model without its weights.
+    if needs_probe:
+        # Passes gather the weights: all ranks run them.
         inputs = two_samples(data)[0].to(world.device)
         model.eval()
-        with torch.no_grad():
-            vars(model)["mixes_samples"] = mixes_samples(predict, inputs, run_seeded(predict, inputs))
+        vars(model)["mixes_samples"] = mixes_samples(predict, inputs)
         same_blocks.first_blocks.clear()
     state = own_state if args.sharded_checkpoints else gather_state
     technique = Technique(

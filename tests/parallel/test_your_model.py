@@ -39,7 +39,7 @@ def import_from(folder):
 
 
 BREAKS = """
-import os, time
+import os, random, time
 
 from recipes.common.task import Classification
 
@@ -173,6 +173,24 @@ class Centred(nn.Linear):
         super().__init__(2, 3)
     def forward(self, inputs):
         return super().forward(inputs - inputs.mean(0))
+
+class Odd(nn.Linear):
+    "What a probe of two equal samples may meet: none of it depends on the number of processes."
+    def __init__(self, data):
+        super().__init__(2, 3)
+        self.calls = 0
+    def forward(self, inputs):
+        output, case = super().forward(inputs), os.environ["ODD"]
+        self.calls += 1
+        if self.training:
+            return output
+        if case == "rejects equal samples" and len(inputs) > 1 and inputs[0].equal(inputs[1]):
+            raise ValueError("equal samples")
+        if case == "width":
+            return nn.functional.pad(output, (0, len(inputs.unique(dim=0))))
+        if case == "bool":
+            return output > 0
+        return output + {"noise": random.random(), "counts": self.calls % 2}.get(case, 0)
 
 class Borrows(nn.Module):
     def __init__(self, data):
@@ -369,6 +387,18 @@ def test_a_model_whose_losses_depend_on_the_number_of_processes_is_warned_of(
     outcome = start(recipe, world_size, *SPIRALS, "--model", f"mine:{model}", "--max-steps", "2").wait(check=True)
     found = re.findall(r"warning: (.*), so losses (?:and metrics )?depend on the number", outcome.text)
     assert found == [warning] * bool(warning)
+
+
+@pytest.mark.parametrize("recipe", ["single", *slow("ddp", "fsdp")])
+@pytest.mark.parametrize("case", ["rejects equal samples", "width", "bool", "noise", "counts"])
+def test_a_model_that_two_equal_samples_do_not_probe_is_trained(start, recipe, case):
+    """Two parts of a batch in each recipe: only then does a run warn of samples that depend on each other."""
+    argv = (*SPIRALS, "--model", "mine:Odd", "--max-steps", "2", "--accumulate-steps", "2")
+    outcome = start(recipe, 1 if recipe == "single" else 2, *argv, ODD=case).wait()
+    assert "other samples of its batch" not in outcome.text
+    if any(outcome.statuses):  # such an output has no gradient, which fsdp does not see without weights
+        assert (case, recipe != "fsdp") == ("bool", True), outcome.text
+        assert "loss_sum() has to return a scalar tensor that gradients come from" in outcome.refusal
 
 
 @pytest.mark.parametrize("recipe", ["ddp", *slow("fsdp", "scratch", "apex")])
