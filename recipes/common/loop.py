@@ -320,12 +320,13 @@ def evaluate(job: Job, technique: Technique) -> dict[str, float] | None:
     # Evaluation: if passes exchange weights, all ranks must run as many: a few bytes a rank to agree on that.
     with peers.watch("evaluation"):
         most = max(peers.gather_objects(len(batches)))
+    read = technique.read_batches(job.data.test, batches, job.position.epoch)
     # A rank with fewer batches repeats a sample, whose output does not count: not all models take empty batches,
     # or zeros, such as a length of 0.
-    filled = [*batches, *itertools.repeat(torch.zeros(1, dtype=torch.int64), most - len(batches))]
+    first = [torch.zeros(1, dtype=torch.int64)] * (most - len(batches))
+    repeated = technique.read_batches(job.data.test.unreported(), first, job.position.epoch) if first else ()
     every = vote_interval(peers.world_size, step_s=0.0)
-    read = technique.read_batches(job.data.test, filled, job.position.epoch)
-    for number, (inputs, targets) in enumerate(read):
+    for number, (inputs, targets) in enumerate(itertools.chain(read, repeated)):
         # Vote: each rank sends 4 bytes, as in training: after a stop signal, an evaluation may take too long.
         finish_vote = None if number % every else peers.begin_vote(job.stop.vote)
         output = predict(job, technique, inputs)

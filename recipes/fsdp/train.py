@@ -32,7 +32,7 @@ from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_checked_data, train_epochs
 from recipes.common.models.batchnorm import check_parts, plain_layers, set_groups
 from recipes.common.models.models import build_model, make_model
-from recipes.common.models.user_model import check_fit, mixes_samples, two_samples
+from recipes.common.models.user_model import check_fit, mixes_samples
 from recipes.common.optim import AMP_DTYPES, build_optimizer, build_scaler
 from recipes.common.options import Options, is_user_code, option, parse, positive_int, switch
 from recipes.common.parallel.buckets import FIX_MISSING, Named, missing_gradients, trained
@@ -330,7 +330,7 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
 
     if needs_probe:
         # Passes gather the weights: all ranks run them.
-        inputs = two_samples(data)[0].to(world.device)
+        inputs = data.examples(2)[0].to(world.device)
         model.eval()
         vars(model)["mixes_samples"] = mixes_samples(predict, inputs)
         same_blocks.first_blocks.clear()

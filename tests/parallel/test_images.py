@@ -183,6 +183,23 @@ def test_bad_images_are_counted_and_skipped(spoilt, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_bad_image_that_a_rank_repeats_counts_once(images, tmp_path):
+    """Rank 2 has none of two test images and repeats the first; --deterministic runs the first training image."""
+    folder = shutil.copytree(images, tmp_path / "first")
+    for path in sorted((folder / "val" / "class0").iterdir())[2:]:
+        path.unlink()
+    for number in range(1, CLASSES):
+        shutil.rmtree(folder / "val" / f"class{number}")
+    for half in ("train", "val"):
+        (folder / half / "class0" / "0.jpg").write_bytes(b"no image")
+    argv = (*WORDS, "--data-dir", str(folder), "--skip-bad-images", "--workers", "0")
+    runs = [train("single", tmp_path, 1, *argv), train("ddp", tmp_path, 3, *argv)]
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-5)
+    counts = [[line["skipped_images"] for line in metrics(run) if "test_accuracy" in line] for run in runs]
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.slow
 def test_fewer_test_images_than_ranks(images, tmp_path):
     folder = shutil.copytree(images, tmp_path / "few")
     for number in range(1, CLASSES):

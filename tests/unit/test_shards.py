@@ -141,6 +141,10 @@ def test_a_damaged_image_is_one_line(copy):
     split = load("shards", copy, told.append, "--skip-bad-images").train
     list(split.batches([split.storage_order()[:2]], 0))
     assert (split.skipped, len(told)) == (1, 1)
+    for flags in ((), ("--skip-bad-images",)):
+        data = load("shards", copy, told.append, *flags)
+        ((_, labels),) = data.train.unreported().batches([split.storage_order()[:1]], 0)
+        assert (labels.tolist(), data.train.skipped, len(told)) == ([SKIPPED], 0, 1)
 
 
 def test_an_empty_image_is_one_that_does_not_decode(tmp_path, monkeypatch):

@@ -61,6 +61,10 @@ class Split(ABC):
         Consume all batches of a call before the next call: the workers serve one caller at a time.
         """
 
+    def unreported(self) -> Split:
+        """Return this split, whose samples that cannot be read are neither counted nor reported."""
+        return self
+
 
 class Spec(NamedTuple):
     """The shape and dtype of one sample's input or target."""
@@ -98,6 +102,11 @@ class Data:
         """Return a data set of square images with a class each."""
         shape = (channels, image_size, image_size)
         return cls(train, test, Spec(shape, torch.float32), Spec((), torch.int64), num_classes)
+
+    def examples(self, count: int) -> Batch:
+        """Return the first training samples, or all if there are fewer, on the CPU, for checks of a model."""
+        ((inputs, targets),) = self.train.unreported().batches([torch.arange(min(count, len(self.train)))], 0)
+        return inputs.cpu(), targets.cpu()
 
     @property
     def has_images(self) -> bool:

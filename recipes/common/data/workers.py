@@ -10,6 +10,7 @@ would end its rank before there is a checkpoint. So workers block these signals,
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import multiprocessing
@@ -281,6 +282,12 @@ class LoadedSplit(Split):
             inputs, targets = (tensor.to(self.device, non_blocking=True) for tensor in (inputs, targets))
             yield self.prepare(inputs), targets
         self.keys.clear()
+
+    def unreported(self) -> Split:
+        """Return this split, whose samples that cannot be read are neither counted nor reported."""
+        other = copy.copy(self)
+        other.skips_damaged, other.on_fault = False, lambda error: None
+        return other
 
     def _report(self, fault: str, is_damaged: bool) -> None:
         if not is_damaged:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from recipes.common.data import Batch, Data
+from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.models.batchnorm import checked_rows
 from recipes.common.models.layers import is_sequential, layers
@@ -80,7 +80,7 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
     Raises UserError if the model rejects the inputs, the task rejects the outputs, or it does not return sums.
     """
     check_sparse(model, args)
-    inputs, targets = two_samples(data)
+    inputs, targets = data.examples(2)
     count, task = len(inputs), data.task
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     own = inputs.to("meta") if is_meta else inputs.to(_device_of(model))
@@ -242,7 +242,7 @@ def check_state(model: nn.Module, args: Options) -> None:
 
 def check_channels_last(model: nn.Module, args: Options, data: Data) -> None:
     """Raise UserError if a model that fits does not run, forward or backward, in the layout of --channels-last."""
-    inputs, targets = (tensor.to(_device_of(model)) for tensor in two_samples(data))
+    inputs, targets = (tensor.to(_device_of(model)) for tensor in data.examples(2))
     try:
         data.task.loss_sum(in_float(model.eval()(inputs)), targets).backward()
     except Exception as error:
@@ -259,7 +259,7 @@ def check_sequence(model: nn.Module, args: Options, data: Data) -> None:
     Raises UserError if it has more than its layers, or they, applied one after another, return something else.
     """
     sequence = [module for _, module in layers(model)]
-    inputs, _ = two_samples(data)
+    inputs, _ = data.examples(2)
     inputs = inputs.to(_device_of(model))
     model.eval()
 
@@ -275,9 +275,3 @@ def check_sequence(model: nn.Module, args: Options, data: Data) -> None:
 
 def _device_of(model: nn.Module) -> torch.device:
     return next(itertools.chain(model.parameters(), model.buffers()), torch.empty(0)).device
-
-
-def two_samples(data: Data) -> Batch:
-    """Return the first two samples, or the only one, on the CPU."""
-    ((inputs, targets),) = data.train.batches([torch.arange(min(2, len(data.train)))], 0)
-    return inputs.cpu(), targets.cpu()

@@ -49,8 +49,7 @@ def settle_buckets(ddp: nn.Module, data: Data, device: torch.device) -> None:
     first step after a resume round like any other. It runs in eval(), so that it changes no statistics.
     """
     ddp.eval()
-    ((inputs, _),) = data.train.batches([torch.zeros(1, dtype=torch.int64)], 0)
-    ddp(inputs.to(device)).abs().sum().backward()  # abs: complex numbers have no gradients
+    ddp(data.examples(1)[0].to(device)).abs().sum().backward()  # abs: complex numbers have no gradients
     if missing := missing_gradients(trained(ddp)):
         what = f"--deterministic: the parameter {missing[0]} got no gradient in eval(), and DDP needs all"
         raise UserError(f"{what}; {FIX_MISSING}", on_one_rank=True)
