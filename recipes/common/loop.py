@@ -101,7 +101,7 @@ def load_data_and_model(
     if args.global_batch_size < 2 * parts:
         from recipes.common.models.batchnorm import check_parts
 
-        run_on_all_ranks(lambda: check_parts(model, args, parts, data.input), peers)
+        run_on_all_ranks(lambda: check_parts(model, args, parts, data), peers)
     return data, model
 
 

@@ -295,7 +295,7 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
         if args.batchnorm_group:
             set_groups(model, args, world)
         parts = world.world_size * args.accumulate_steps
-        run_on_all_ranks(lambda: check_parts(model, args, parts, data.input), world)
+        run_on_all_ranks(lambda: check_parts(model, args, parts, data), world)
         module = wrap(model, args, world)
         if not isinstance(shards, str):
             materialise(model, shards, torch.device("cpu") if args.cpu_offload else world.device)

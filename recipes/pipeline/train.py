@@ -59,13 +59,13 @@ def agree_on_parts(model: nn.Module, args: PipelineOptions, data: Data, world: G
     """Cut the model into parts, the same on every rank; call it on all ranks."""
     count = args.stages * (PARTS_PER_STAGE[args.schedule] if args.split == "ranks" else 1)
     size = args.global_batch_size // (world.replicas * args.accumulate_steps * args.num_microbatches)
-    sample = data.input.zeros(size if args.balance == "cost" else 1)
 
     def cut() -> list[Part]:
         is_first = world.rank == 0
         if not is_first:
             return []
-        parts = partition.plan_parts(model, count, args.balance, args, sample.to(world.device))
+        inputs, _ = data.examples(size if args.balance == "cost" else 1)
+        parts = partition.plan_parts(model, count, args.balance, args, inputs.to(world.device))
         has_devices = args.split == "in-process" and world.device.type == "cuda"
         partition.check_repeated(model, parts, args, has_devices)
         return parts
@@ -82,10 +82,10 @@ def settle_buckets(pipeline: Pipeline, model: nn.Module, args: PipelineOptions, 
     """Make DDP build its final buckets before the first step, as buckets.py explains; call it on all ranks."""
     size, _ = batch_sizes(args, data, world)
     model.eval()  # the pass changes no statistics
-    # Pipeline: runs a step's last pass on blank inputs: activations and gradients cross as in training.
+    ((inputs, targets),) = world.read_batches(data.target, data.train.unreported(), [torch.arange(size)], 0)
+    # Pipeline: runs a step's last pass on samples: activations and gradients cross as in training.
     with world.watch("gradients", computes=True):
-        blank = data.input.zeros(size, world.device), data.target.zeros(size, world.device)
-        pipeline.forward_backward(*blank, exchange=True)
+        pipeline.forward_backward(inputs, targets, exchange=True)
     model.zero_grad()
 
 
@@ -153,7 +153,7 @@ def train(args: PipelineOptions, world: World, stop: Stop) -> None:
     model = run_on_all_ranks(lambda: build_sequence(args, data, world.device), world)
     run_on_all_ranks(lambda: check_groups(model, args), world)
     pieces = grid.replicas * args.accumulate_steps * args.num_microbatches
-    run_on_all_ranks(lambda: check_parts(model, args, pieces, data.input), world)
+    run_on_all_ranks(lambda: check_parts(model, args, pieces, data), world)
     parts = agree_on_parts(model, args, data, grid)
 
     def scaled_loss(output: Tensor, targets: Tensor) -> Tensor:

@@ -206,8 +206,23 @@ class NoZeros(nn.Sequential):
             raise ValueError("a sample of zeros")
         return super().forward(inputs)
 
+class Checked(nn.Linear):
+    "A layer of a pipeline, on the parts of one sample that batch norm may refuse."
+    def forward(self, inputs):
+        if not inputs.any(1).all():
+            raise ValueError("a sample of zeros")
+        return super().forward(inputs)
+
+class Spread(nn.BatchNorm1d):
+    "So that batch norm takes a sample alone."
+    def forward(self, inputs):
+        return super().forward(inputs.unflatten(1, (4, 2))).flatten(1)
+
 def no_zeros(data):
     return NoZeros(nn.Linear(2, 8), nn.Linear(8, 3))
+
+def no_zeros_alone(data):
+    return nn.Sequential(Checked(2, 8), Spread(4), nn.Linear(8, 3))
 
 def three_tests():
     found = spirals()
@@ -419,6 +434,17 @@ def test_a_rank_with_fewer_samples_to_evaluate_invents_none(run, recipe):
     ours, theirs = (metrics(folder)[-1] for folder in (path, single))
     assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-6)
     assert ours["test_accuracy"] == theirs["test_accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world_size"), [("pipeline", 2), *slow(("pipeline", 4), ("fsdp", 2), ("ddp", 2))]
+)
+def test_checks_before_the_training_invent_no_sample(start, recipe, world_size):
+    """Each part of a batch has one sample, which batch norm may refuse; four ranks of pipeline settle buckets."""
+    argv = ("--data", "mine:spirals", "--model", "mine:no_zeros_alone", "--max-steps", "2", "--deterministic")
+    argv += ("--global-batch-size", "4", *(("--num-microbatches", "2") if recipe == "pipeline" else ()))
+    argv += ("--accumulate-steps", "2" if world_size == 2 else "1", "--lr", "0.01")
+    start(recipe, world_size, *argv).wait(check=True)
 
 
 def test_fsdp_says_that_it_gathers_a_module_when_it_is_called(start):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.common.data.splits import Spec
+from recipes.common.data.splits import Data, MemorySplit
 from recipes.common.errors import UserError
 from recipes.common.models.batchnorm import (
     average_statistics,
@@ -160,7 +160,9 @@ def test_one_line_says_that_losses_depend_on_the_number_of_processes():
 
 def test_one_sample_is_refused_only_where_a_channel_has_one_value():
     model, batch = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2)), ARGS.global_batch_size
-    images = {side: Spec((1, side, side), torch.float32) for side in (2, 3, 4)}
+    labels = torch.zeros(2, dtype=torch.int64)
+    splits = {side: MemorySplit(torch.zeros(2, 1, side, side), labels) for side in (2, 3, 4)}
+    images = {side: Data.of_images(split, split, 1, side, 2) for side, split in splits.items()}
     check_parts(model, ARGS, batch, images[4])
     assert model[1].num_batches_tracked == 0, "the model is as before"
     for device in ("cpu", "meta"):

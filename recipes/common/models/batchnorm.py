@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from recipes.common.data.splits import Spec
+from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.options import Options
 from recipes.common.world.agreement import run_on_all_ranks, shard
@@ -183,10 +183,10 @@ def warning(model: nn.Module, args: Options, batch_parts: int) -> str:
     )
 
 
-def check_parts(model: nn.Module, args: Options, batch_parts: int, sample: Spec) -> None:
+def check_parts(model: nn.Module, args: Options, batch_parts: int, data: Data) -> None:
     """Raise UserError if some parts of the batch have one sample and batch norm refuses it.
 
-    It does where a channel of a sample has one value. `batch_parts`: as for warning(); `sample`: one input.
+    It does where a channel of a sample has one value. `batch_parts`: as for warning().
     """
     if args.global_batch_size >= 2 * batch_parts or args.sync_batchnorm or not any(plain_layers(model)):
         return
@@ -194,7 +194,7 @@ def check_parts(model: nn.Module, args: Options, batch_parts: int, sample: Spec)
     trial = copy.deepcopy(model).to(device).train()  # buffers too: fsdp has the weights alone on "meta"
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            trial(sample.zeros(1, device))
+            trial(data.examples(1)[0].to(device))
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
