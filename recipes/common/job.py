@@ -54,8 +54,10 @@ class Job:
     stop: Stop
     devices: Sequence[torch.device] = ()
     """Devices of this process (default: peers.device)."""
+    replicas: int = 0
+    """Copies of the model that share out the batch (default: one per device)."""
     batch_parts: int = 0
-    """Parts of the global batch that go through the model one by one (default: one per device and pass)."""
+    """Parts of the global batch that go through the model one by one (default: one per replica and pass)."""
     eval_batch_size: int = 0
     """Most samples of an evaluation's pass (default: those of a part of a batch, which fit in memory)."""
     record: Record | None = None
@@ -77,8 +79,8 @@ class Job:
     def __post_init__(self) -> None:
         self.device = self.peers.device
         self.devices = self.devices or [self.device]
-        passes = self.args.accumulate_steps
-        self.batch_parts = self.batch_parts or self.peers.world_size * len(self.devices) * passes
+        self.replicas = self.replicas or self.peers.world_size * len(self.devices)
+        self.batch_parts = self.batch_parts or self.replicas * self.args.accumulate_steps
         part = -(-self.args.global_batch_size // self.batch_parts)
         self.eval_batch_size = self.eval_batch_size or min(EVAL_BATCH_SIZE, part)
         self.throughput = Throughput(self.args.global_batch_size, self.device)

@@ -176,11 +176,11 @@ def print_warnings(job: Job) -> None:
 
         texts.append(dropout.warning(job.model))
         job.checks_draws = is_user_code(job.args.model) and not texts[-1]
-        if is_user_code(job.args.model):
-            from recipes.common.models import user_model
+        job.checks_buffers = is_user_code(job.args.model)
+    if job.replicas > 1 and is_user_code(job.args.model):
+        from recipes.common.models import user_model
 
-            texts.append(user_model.max_norm_warning(job.model))
-            job.checks_buffers = True
+        texts.append(user_model.max_norm_warning(job.model))
     for text in filter(None, texts):
         job.say(text)
 

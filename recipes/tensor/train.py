@@ -164,8 +164,8 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
             model.compile(mode=args.compile_mode)
     gradients = GradientSum(model, dp.get_group(), cast(dist.ProcessGroup, dist.group.WORLD))
     optimizer = build_optimizer(args, model.parameters())
-    scaler, parts = build_scaler(args, world.device), replicas * args.accumulate_steps
-    job = Job(args, "tensor", data, world, model, optimizer, scaler, stop, batch_parts=parts)
+    scaler = build_scaler(args, world.device)
+    job = Job(args, "tensor", data, world, model, optimizer, scaler, stop, replicas=replicas)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
         """Accumulate the gradients of one pass; return this rank's part of the loss."""
