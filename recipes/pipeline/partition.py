@@ -92,8 +92,8 @@ def plan_parts(model: nn.Module, parts: int, balance: str, args: Options, sample
     starts = [0, *[i for i, has_any in enumerate(trains) if has_any and any(trains[:i]) and has_rows[i]]]
     if len(starts) < parts:
         raise UserError(
-            f"--model {args.model} has {len(starts)} layers with parameters to train, too few for {parts} parts; "
-            f"use at most {len(starts)}"
+            f"--model {args.model} cannot be cut into {parts} parts, each from a layer that trains and gets a row "
+            f"for each sample; use at most {len(starts)}"
         )
     costs = seconds if balance == "cost" else [float(size) for size in sizes]
     ends = [*starts[1:], len(sequence)]

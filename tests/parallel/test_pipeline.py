@@ -136,7 +136,11 @@ def test_a_signal_writes_a_checkpoint_that_another_grid_completes(single, tmp_pa
             ("--model", "densenet121", "--data", "synthetic", "--image-size", "64", "--num-samples", "64"),
             "DenseNet",
         ),
-        (1, ("--split", "in-process", "--stages", "6"), "5 layers with parameters to train, too few for 6 parts"),
+        (
+            1,
+            ("--split", "in-process", "--stages", "6"),
+            "cannot be cut into 6 parts, each from a layer",
+        ),
     ],
 )
 def test_refuses_in_one_line(tmp_path, world_size, options, words):
