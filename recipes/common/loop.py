@@ -164,11 +164,15 @@ def print_warnings(job: Job) -> None:
     """Print warnings about a data folder that is not read, and layers whose losses depend on the processes."""
     texts = [unread_folder(job.args)]
     # With --batchnorm-group, no batch norm does (a pipeline groups its parts' layers, not those of job.model).
-    if not job.args.batchnorm_group and any(isinstance(module, _BatchNorm) for module in job.model.modules()):
+    layers = [module for module in job.model.modules() if isinstance(module, _BatchNorm)]
+    mixes_samples = job.batch_parts > 1 and getattr(job.model, "mixes_samples", False)
+    if not job.args.batchnorm_group and layers:
         from recipes.common.models import batchnorm
 
         texts.append(batchnorm.warning(job.model, job.args, job.batch_parts))
-    if job.batch_parts > 1 and getattr(job.model, "mixes_samples", False):
+        # Batch norm without running statistics mixes the samples of an evaluation, too.
+        mixes_samples &= not texts[-1] or all(layer.running_mean is not None for layer in layers)
+    if mixes_samples:
         what = "your model's output for a sample depends on the other samples of its batch"
         texts.append(f"warning: {what}, so losses and metrics depend on the number of processes")
     if job.peers.world_size * len(job.devices) > 1:

@@ -193,6 +193,9 @@ class Odd(nn.Linear):
             return output > 0
         return output + {"noise": random.random(), "counts": self.calls % 2}.get(case, 0)
 
+def stateless(data):
+    return nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 3))
+
 class Borrows(nn.Module):
     def __init__(self, data):
         super().__init__()
@@ -398,6 +401,7 @@ def test_an_embedding_that_scales_its_rows_is_warned_of(start, recipe, world_siz
         ("ddp", 2, "Centred", "your model's output for a sample depends on the other samples of its batch"),
         ("fsdp", 2, "Centred", "your model's output for a sample depends on the other samples of its batch"),
         ("single", 1, "Centred", ""),
+        ("ddp", 2, "stateless", "batch norm normalises each of 2 parts of the batch by itself"),
     ],
 )
 def test_a_model_whose_losses_depend_on_the_number_of_processes_is_warned_of(
@@ -407,6 +411,14 @@ def test_a_model_whose_losses_depend_on_the_number_of_processes_is_warned_of(
     outcome = start(recipe, world_size, *SPIRALS, "--model", f"mine:{model}", "--max-steps", "2").wait(check=True)
     found = re.findall(r"warning: (.*), so losses (?:and metrics )?depend on the number", outcome.text)
     assert found == [warning] * bool(warning)
+
+
+def test_groups_of_batch_norm_without_running_statistics_have_none_to_average(start):
+    """An evaluation still normalises by the samples of a pass."""
+    argv = (*SPIRALS, "--model", "mine:stateless", "--max-steps", "2", "--global-batch-size", "48")
+    outcome = start("ddp", 2, *argv, "--batchnorm-group", "24").wait(check=True)
+    warning = "your model's output for a sample depends on the other samples of its batch"
+    assert re.findall(r"warning: (.*), so losses (?:and metrics )?depend on the number", outcome.text) == [warning]
 
 
 @pytest.mark.parametrize("recipe", ["single", *slow("ddp", "fsdp")])

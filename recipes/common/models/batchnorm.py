@@ -155,10 +155,10 @@ def average_statistics(model: nn.Module, args: Options, sum_tensor: Callable[[Te
     `sum_tensor` overwrites a tensor with its sum over the ranks that share out the batch.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, GroupBatchNorm)]
-    if not layers:
+    buffers = [b for layer in layers for b in (layer.running_mean, layer.running_var) if b is not None]
+    if not buffers:
         return
     weight = layers[0].groups_per_step * layers[0].group_size / args.global_batch_size
-    buffers = [b for layer in layers for b in (layer.running_mean, layer.running_var) if b is not None]
     # Double: statistics that are already the same stay so to the last bit.
     total = torch.cat([buffer.double().to(buffers[0].device) for buffer in buffers]) * weight
     sum_tensor(total)
