@@ -606,6 +606,14 @@ def test_what_shares_memory_is_copied_once_and_nothing_else_is_taken_for_it():
     assert torch.equal(again["conjugate"], wave.conj())
 
 
+def test_a_copy_takes_no_memory_of_another_kind_of_tensor():
+    """Between two checkpoints, the tensors of a state may change: an optimizer's, or a model's extra state."""
+    for old in (torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(), nn.Parameter(torch.eye(3))):
+        copied = copy_tree({"a": torch.ones(3, 3)}, {"a": old})["a"]
+        assert (type(copied), copied.layout) == (torch.Tensor, torch.strided), old
+        assert torch.equal(copied, torch.ones(3, 3))
+
+
 def test_a_copy_keeps_the_versions_of_modules_and_the_class_of_an_extra_state():
     """Without its version, a module's state counts as one of an older torch, or of the user's older code."""
     state = nn.BatchNorm1d(3).state_dict()

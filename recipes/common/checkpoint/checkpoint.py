@@ -292,7 +292,8 @@ def copy_tree(value: Any, old: Any = None) -> Any:
         view = value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg()
         place = value.device, value.data_ptr(), *view
         if place not in copies:
-            fits = old.shape == value.shape and old.dtype == value.dtype
+            fits = type(old) is torch.Tensor and old.layout is torch.strided
+            fits = fits and (old.shape, old.dtype) == (value.shape, value.dtype)
             copies[place] = old.copy_(value) if fits and id(old) not in used else value.to("cpu", copy=True)
             used.add(id(old))
         return copies[place]
