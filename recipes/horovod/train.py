@@ -85,7 +85,7 @@ class World(Peers):
         broadcast_bytes(tensor, lambda own: hvd.broadcast_(own, root_rank=0, name="tensor"))
 
     def sum_tensor(self, tensor: Tensor) -> None:
-        """Overwrite a tensor with the sum of all ranks' tensors; call it on all ranks."""
+        """Overwrite a tensor, on the CPU or this rank's device, with the ranks' sum; call it on all ranks."""
         # Horovod: a ring all-reduce; each rank sends 2 (N-1)/N of the tensor's bytes.
         hvd.allreduce_(tensor, op=hvd.Sum, name="sum")
 

@@ -16,6 +16,7 @@ from recipes.common.data import load_data
 from recipes.common.errors import UserError
 from recipes.common.models.models import build_model
 from recipes.common.models.user_model import check_on, check_sparse, exact_output
+from recipes.common.parallel.buckets import find_unused
 from recipes.common.sample import make_sample
 from recipes.common.world.peers import Peers
 from recipes.single.train import options
@@ -765,6 +766,17 @@ def test_a_model_that_does_not_run_on_the_cpu_is_checked_on_its_device():
             with pytest.raises(UserError, match=f"does not run on {device}"):
                 check_on(torch.device(device), check, model, options([]), None)
         assert places == expected
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ranks_exchange_which_parameters_a_step_used_without_waiting_for_a_gpu(world_size):
+    """A tensor on the GPU would wait in each step until backward is done; no rank alone has to exchange any."""
+    model, peers, sent = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), Peers(torch.device("meta")), []
+    model[0](torch.ones(1, 2)).sum().backward()
+    peers.world_size, peers.sum_tensor = world_size, sent.append
+    unused = find_unused(model, options(["--model", "mine:net", "--data", "mine:data"]), peers)
+    assert [id(parameter) for parameter in unused] == [id(parameter) for parameter in model[1].parameters()]
+    assert [(tensor.device.type, tensor.tolist()) for tensor in sent] == [("cpu", [1, 1, 0, 0])] * (world_size - 1)
 
 
 def test_two_samples_prove_nothing_against_a_quotient():

@@ -83,10 +83,12 @@ def find_unused(model: nn.Module, args: Options, peers: Peers) -> list[nn.Parame
     if not is_user_code(args.model):
         return []
     parameters = [parameter for _, parameter in trained(model)]
-    used = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=peers.device)
-    # Unused parameters: each rank sends a number for each parameter, once a step.
-    with peers.watch("gradients"):
-        peers.sum_tensor(used)
+    used = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
+    if peers.world_size > 1:
+        # Unused parameters: each rank sends a number for each parameter, once a step; on the CPU, since to read it
+        # from a GPU would wait for backward.
+        with peers.watch("gradients"):
+            peers.sum_tensor(used)
     return [parameter for parameter, count in zip(parameters, used.tolist(), strict=True) if not count]
 
 

@@ -38,7 +38,7 @@ class Peers:
         """Overwrite a tensor, on the CPU or on this rank's device, with rank 0's."""
 
     def sum_tensor(self, tensor: Tensor) -> None:
-        """Overwrite a tensor with the sum of the ranks' tensors."""
+        """Overwrite a tensor, on the CPU or on this rank's device, with the sum of the ranks' tensors."""
 
     def begin_vote(self, vote: int) -> Callable[[], int]:
         """Send this rank's vote; return a function that waits for the others' and returns the largest."""

@@ -96,7 +96,7 @@ class World(Peers):
         broadcast_bytes(tensor, lambda own: dist.broadcast(own, src=0, group=self._group_of(tensor)))
 
     def sum_tensor(self, tensor: Tensor) -> None:
-        """Overwrite a tensor with the sum of the ranks' tensors; call it on all ranks."""
+        """Overwrite a tensor, on the CPU or this rank's device, with the ranks' sum; call it on all ranks."""
         # World: a ring all-reduce; each rank sends 2 (N-1)/N of the tensor's bytes.
         dist.all_reduce(tensor, group=self._group_of(tensor))
 
