@@ -118,21 +118,23 @@ def mean_over_ranks(values: list[float]) -> list[float]:
 def time_buckets(bucket: torch.Tensor, number: int, compute: Callable[[], object]) -> list[float]:
     """Return the mean times of an all-reduce and of a call of compute meanwhile; call it on all ranks.
 
-    All `number` all-reduces are begun at once, as with DDP's buckets; the backend runs one or two at a time.
+    All `number` all-reduces are begun at once, as with DDP's buckets; the backend runs one or two at a time. The
+    last call of compute goes on alone, and counts by the share of its time before they ended.
     """
     dist.barrier()
-    begin, steps = time.perf_counter(), 0
+    marks: list[float] = [time.perf_counter()]
+    ends: list[float] = []
     works = [dist.all_reduce(bucket, async_op=True) for _ in range(number)]
-    while not works[-1].is_completed():
-        step_begin = time.perf_counter()
+    works[-1].get_future().add_done_callback(lambda _: ends.append(time.perf_counter()))
+    while not ends:
         compute()
-        steps += 1
-        if time.perf_counter() - step_begin < 1e-4:
+        marks.append(time.perf_counter())
+        if marks[-1] - marks[-2] < 1e-4:
             time.sleep(1e-4)  # nothing to compute
-    end = time.perf_counter()
     for work in works:
         work.wait()
-    return mean_over_ranks([(end - begin) / number, (end - begin) / steps])
+    calls = sum((min(after, ends[0]) - before) / (after - before) for before, after in itertools.pairwise(marks))
+    return mean_over_ranks([(ends[0] - marks[0]) / number, (ends[0] - marks[0]) / calls])
 
 
 # ---- all points
