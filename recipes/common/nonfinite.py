@@ -55,7 +55,9 @@ def raise_first(errors: Sequence[UserError | None]) -> None:
             ranks = [i for i, other in enumerate(errors) if isinstance(other, NonFiniteError) and other.is_loss]
             raise NonFiniteError(error.step, bool(ranks), error.hint, ranks)
         if error:
-            raised = UserError(str(error) if rank == 0 else f"rank {rank}: {error}")
+            # An error of a sharded checkpoint, which ranks wrote together, names its rank already.
+            is_named = rank == 0 or str(error).startswith("rank ")
+            raised = UserError(str(error) if is_named else f"rank {rank}: {error}")
             raised.status = error.status
             raise raised
 

@@ -108,3 +108,9 @@ def test_other_errors_keep_their_rank_and_status():
         raise_first(pickle.loads(pickle.dumps([None, passing])))
     assert caught.value.status == 1
     raise_first([None, None])
+
+
+def test_an_error_that_names_its_rank_is_not_given_another():
+    """Ranks hear of a failed sharded checkpoint from each other, and one of them may vote on it first."""
+    with pytest.raises(UserError, match=r"^rank 2: no space$"):
+        raise_first([None, UserError("rank 2: no space"), UserError("rank 2: no space")])
