@@ -203,19 +203,18 @@ class Borrows(nn.Module):
     def forward(self, inputs):
         return nn.functional.linear(inputs, self.layers[0].weight, self.layers[0].bias)
 
-class NoZeros(nn.Sequential):
+class RefusesZeros:
     "As pack_padded_sequence() does with lengths of 0."
     def forward(self, inputs):
         if not inputs.any(1).all():
             raise ValueError("a sample of zeros")
         return super().forward(inputs)
 
-class Checked(nn.Linear):
+class NoZeros(RefusesZeros, nn.Sequential):
+    pass
+
+class Checked(RefusesZeros, nn.Linear):
     "A layer of a pipeline, on the parts of one sample that batch norm may refuse."
-    def forward(self, inputs):
-        if not inputs.any(1).all():
-            raise ValueError("a sample of zeros")
-        return super().forward(inputs)
 
 class Spread(nn.BatchNorm1d):
     "So that batch norm takes a sample alone."
