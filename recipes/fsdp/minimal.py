@@ -38,9 +38,9 @@ def main() -> None:
     args = parser.parse_args()
     # FSDP: torchrun sets each process's rank; each takes its GPU and connects at MASTER_ADDR:MASTER_PORT.
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    torch.cuda.set_device(local_rank if torch.cuda.is_available() else -1)  # -1: no effect
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu")
+    torch.cuda.set_device(device if device.type == "cuda" else -1)  # -1: no effect
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", device_id=device.index)
     digits = load_digits()  # 1,797 images of 8x8 pixels; the first 360 in this order are for testing
     order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
     images, labels = torch.tensor(digits.images).float()[order, None], torch.tensor(digits.target)[order]

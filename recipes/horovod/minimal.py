@@ -36,8 +36,8 @@ def main() -> None:
     args = parser.parse_args()
     hvd.init()  # Horovod: learns from horovodrun, mpirun or srun which process this is, and where the others are
     rank, world_size, local_rank = hvd.rank(), hvd.size(), hvd.local_rank()
-    torch.cuda.set_device(local_rank if torch.cuda.is_available() else -1)  # -1: no effect
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu")
+    torch.cuda.set_device(device if device.type == "cuda" else -1)  # -1: no effect
     digits = load_digits()  # 1,797 images of 8x8 pixels; the first 360 in this order are for testing
     order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
     images, labels = torch.tensor(digits.images).float()[order, None], torch.tensor(digits.target)[order]

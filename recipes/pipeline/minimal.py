@@ -40,9 +40,9 @@ def main() -> None:
     args = parser.parse_args()
     # DDP: torchrun sets each process's rank; each takes its GPU and connects at MASTER_ADDR:MASTER_PORT.
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    torch.cuda.set_device(local_rank if torch.cuda.is_available() else -1)  # -1: no effect
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu")
+    torch.cuda.set_device(device if device.type == "cuda" else -1)  # -1: no effect
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", device_id=device.index)
     # Pipeline: the processes form a grid: a row is a replica of the model, a column all replicas of a stage.
     mesh = DeviceMesh(device.type, torch.arange(world_size).view(-1, args.stages), mesh_dim_names=("dp", "pp"))
     dp, pp, stage, replicas = mesh.get_group("dp"), mesh.get_group("pp"), mesh.get_local_rank("pp"), mesh.size(0)

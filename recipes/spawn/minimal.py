@@ -44,10 +44,10 @@ def main(rank: int = -1, port: int = 0) -> None:
         torch.multiprocessing.spawn(main, args=(store.port,), nprocs=world_size)
         return
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    torch.cuda.set_device(rank if torch.cuda.is_available() else -1)  # -1: no effect
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(f"cuda:{rank}" if torch.cuda.is_available() else "cpu")
+    torch.cuda.set_device(device if device.type == "cuda" else -1)  # -1: no effect
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device.index)
     digits = load_digits()  # 1,797 images of 8x8 pixels; the first 360 in this order are for testing
     order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
     images, labels = torch.tensor(digits.images).float()[order, None], torch.tensor(digits.target)[order]

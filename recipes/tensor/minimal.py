@@ -41,9 +41,9 @@ def main() -> None:
     args = parser.parse_args()
     # Tensor: torchrun sets each process's rank; each takes its GPU and connects at MASTER_ADDR:MASTER_PORT.
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    torch.cuda.set_device(local_rank if torch.cuda.is_available() else -1)  # -1: no effect
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu")
+    torch.cuda.set_device(device if device.type == "cuda" else -1)  # -1: no effect
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", device_id=device.index)
     # Tensor: the ranks form a grid, a row for each replica. The ranks of a replica take the same samples.
     grid = torch.arange(world_size).view(-1, args.tensor_parallel)
     mesh = DeviceMesh(device.type, grid, mesh_dim_names=("dp", "tp"))
