@@ -103,6 +103,10 @@ class Interrupt:
     """If not 0, sleep this long instead of sending the signal."""
 
 
+FIRST_STEP_LEFT_OUT = Interrupt(signal.SIGCONT, 1, where="optimizer_step")
+"""As fp16's scaler leaves it out: LeNet's first gradients, times its scale of 2^16, overflow."""
+
+
 class Ranks:
     """The processes of one job: start them, signal or kill some, then wait for all.
 
@@ -141,8 +145,6 @@ class Ranks:
             "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONFAULTHANDLER": "1",  # for processes that ranks start: wait() makes those that hang print stacks
-            # If there are GPUs, but too few, ranks refuse to use CPUs unless asked: hide the GPUs.
-            **({"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.device_count() < local_world_size else {}),
             **env,
         }
         self.processes = []
@@ -323,11 +325,11 @@ def words_for(folder: Path, name: str, *argv: str) -> list[str]:
     return ["--runs-dir", str(folder), "--name", name, "--log-every", "1", "--no-tensorboard", *argv]
 
 
-def train(recipe: str, folder: Path, world_size: int, *argv: str, nodes: int = 1, **env: str) -> Path:
+def train(recipe: str, folder: Path, world_size: int, *argv: str, **how: Any) -> Path:
     """Train with every step logged and without TensorBoard; return the run's folder."""
     name = f"{recipe}-{world_size}"
     words = words_for(folder, name, *argv)
-    run_ranks(recipe, words, world_size, folder / f"output-{name}", nodes=nodes, **env)
+    run_ranks(recipe, words, world_size, folder / f"output-{name}", **how)
     return folder / name
 
 
@@ -466,7 +468,6 @@ class Command:
         # Files, not pipes: a leftover process that holds a pipe's end would hold up the test.
         self._out, self._err = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115
         limits = ["prlimit", f"--fsize={file_limit_bytes}"] if file_limit_bytes is not None else []
-        self.alive.append(self)
         self.process = subprocess.Popen(
             [*limits, *argv],
             cwd=cwd,
@@ -477,6 +478,7 @@ class Command:
             start_new_session=True,
             preexec_fn=_restore_ctrl_c,
         )
+        self.alive.append(self)
 
     def processes(self) -> list[psutil.Process]:
         """Return every process of this command that still runs."""

@@ -13,6 +13,7 @@ import torch
 from recipes.common.data.idle_clock import IdleClock
 from tests.conftest import need_gpus
 from tests.support import (
+    FIRST_STEP_LEFT_OUT,
     Interrupt,
     Ranks,
     accuracies,
@@ -75,9 +76,10 @@ def test_mixed_precision_stays_close(tmp_path, kind):
     """A pass rounds about 10 times, independently in each of K steps: see tests/parallel/test_ddp.py."""
     unit = {"fp16": 2**-11, "bf16": 2**-8}[kind]
     run = train("ddp", tmp_path, 1, *STEPS, "--amp", kind)
-    single = train("single", tmp_path, 1, *STEPS)
+    single = train("single", tmp_path, 1, *STEPS, interrupt=FIRST_STEP_LEFT_OUT if kind == "fp16" else None)
     assert_same_run(run, single, (10 * 60) ** 0.5 * unit)
     assert losses(run) != losses(single)
+    assert newest_checkpoint(run)["scaler"].get("scale") == (2**15 if kind == "fp16" else None)
 
 
 def test_resume_is_exact(tmp_path):
