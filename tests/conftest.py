@@ -40,6 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from the tests, whose tolerances are those of CPUs; tests/gpu runs alone, when named."""
+    if not any("gpu" in Path(argument.partition("::")[0]).parts for argument in config.args):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests that passed in an earlier run with the same --once, and distribute the rest."""
@@ -204,4 +210,5 @@ def need_gpus(count: int = 1) -> None:
 
     found = torch.cuda.device_count()
     name = "gpu" if count == 1 else "two-gpus"
-    require(name, found >= count, f"{found} of {count} GPUs are visible", "run it on a machine with NVIDIA GPUs")
+    remedy = "run `make test ARGS=tests/gpu` on a machine with NVIDIA GPUs"
+    require(name, found >= count, f"{found} of {count} GPUs are visible", remedy)

@@ -6,7 +6,6 @@ NCCL refuses two ranks on one GPU, so they exchange over gloo. Everything but NC
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass
 
 import pytest
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 from tests.conftest import need_gpus, need_horovod, require
 from tests.parallel import test_minimal as minimal
-from tests.support import ROOT, accuracies, largest_difference, losses, run_ranks, train, weights, words_for
+from tests.support import ROOT, Ranks, accuracies, largest_difference, losses, run_ranks, train, weights, words_for
 
 STEPS = ("--max-steps", "60", "--seed", "1", "--deterministic", "--no-tf32")
 FP32 = 1000 * 2**-24
@@ -38,8 +37,6 @@ SHARED = {
     "tensor": ("--tensor-parallel", "2"),
 }
 """The same with two ranks. Horovod is missing: between GPUs it exchanges only over NCCL."""
-
-VISIBLE = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")}
 
 
 @dataclass
@@ -113,13 +110,20 @@ def test_one_gpu_equals_the_cpu(tmp_path, cpu, recipe):
 @pytest.mark.parametrize("recipe", SHARED)
 def test_two_ranks_on_one_gpu_equal_the_cpu(tmp_path, cpu, recipe):
     words = words_for(tmp_path, "run", *STEPS, "--device", "cuda", *SHARED[recipe])
-    run_ranks(recipe, words, 2, tmp_path, setup=share_a_gpu, **VISIBLE)
+    run_ranks(recipe, words, 2, tmp_path, setup=share_a_gpu)
     assert_same_run(tmp_path / "run", cpu)
 
 
 def test_dataparallel_on_every_gpu_equals_the_cpu(tmp_path, cpu):
     need_gpus(2)
     assert_same_run(train("dataparallel", tmp_path, 1, *STEPS, "--device", "cuda"), cpu)
+
+
+@pytest.mark.parametrize("flag", ["--sync-batchnorm", "--compile"])
+def test_what_replicas_cannot_do_is_refused(tmp_path, flag):
+    need_gpus(2)
+    outcome = Ranks("dataparallel", ["--runs-dir", str(tmp_path), flag], 1, tmp_path / "out").wait()
+    assert "RECIPE=ddp" in outcome.refusal
 
 
 def test_shards_in_main_memory_equal_the_cpu_and_resume(tmp_path, cpu):
@@ -146,6 +150,6 @@ def test_a_page_on_one_gpu_has_the_cpus_curve(tmp_path, page):
     need_own_library(page)
     argv, started = minimal.options_of(page, 1, 1)
     run = functools.partial(minimal.run, page, world_size=started, argv=["--epochs", "2", *argv])
-    on_gpu, on_cpu = run(tmp_path / "gpu", **VISIBLE), run(tmp_path / "cpu")
+    on_gpu, on_cpu = run(tmp_path / "gpu"), run(tmp_path / "cpu", CUDA_VISIBLE_DEVICES="")
     assert len(on_gpu.losses) == 44
     assert on_gpu.losses == pytest.approx(on_cpu.losses, rel=TF32)

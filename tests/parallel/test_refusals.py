@@ -59,12 +59,6 @@ REFUSED = {
 @pytest.mark.parametrize(("recipe", "world_size"), [("single", 1), ("ddp", 3)])
 def test_ranks_refuse_in_one_line(tmp_path, recipe, world_size, case):
     argv, words = REFUSED[case]
-    if case == "cuda":
-        import torch
-
-        require(
-            "no-gpu", not torch.cuda.is_available(), "this machine has GPUs", "run it with CUDA_VISIBLE_DEVICES=''"
-        )
     outcome = Ranks(recipe, words_for(tmp_path, "a", *argv), world_size, tmp_path / "out").wait()
     assert_refused(outcome, words)
     assert not (tmp_path / "a").exists(), "a refusal leaves no run behind"

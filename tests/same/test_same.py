@@ -28,11 +28,6 @@ PAGES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
-
 def named(output):
     """Return the causes in a verdict, without notes."""
     return {cause for cause in re.findall(r"\[([a-z-]+)\]$", output, re.MULTILINE) if cause not in NOTES}

@@ -58,9 +58,8 @@ class TestRecord:
         assert config["hardware"]["cpus"] == os.cpu_count()
         models = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         assert config["hardware"]["cpu"] == (models[0] if models else None)
-        if not torch.cuda.is_available():  # also where torch counts GPUs that its CUDA cannot use
-            monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-            assert hardware()["gpus"] == []
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # GPUs that torch's CUDA cannot use
+        assert hardware()["gpus"] == []
         assert [launch["world_size"] for launch in config["launches"]] == [2]
         assert config["launches"][0]["make"] == "make run RECIPE=single"
 
