@@ -111,6 +111,8 @@ def tf32():
     """Return a function that returns whether matrix products and convolutions may use TF32."""
     backends = torch.backends.cuda.matmul, torch.backends.cudnn
     before = [backend.allow_tf32 for backend in backends]
+    for backend, value in zip(backends, (False, True), strict=True):  # torch's defaults, whatever ran before
+        backend.allow_tf32 = value
     yield lambda: tuple(backend.allow_tf32 for backend in backends)
     for backend, value in zip(backends, before, strict=True):
         backend.allow_tf32 = value
