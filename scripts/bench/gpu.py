@@ -1,7 +1,8 @@
-"""One GPU: resnet50 with all that makes it fast, from its memory and from JPEGs, and an epoch of LeNet.
+"""One GPU: resnet50 and gpt-small with all that makes them fast, resnet50 also from JPEGs, and an epoch of LeNet.
 
-resnet50 is compared with plain eager loops and the roofline. LeNet's kernels take less time than their launch: it
-is measured with and without CUDA graphs, and compared with the epoch time that the third tutorial reports.
+resnet50 and gpt-small are compared with eager loops and the roofline. LeNet's kernels take less time than their
+launch: it is measured with and without CUDA graphs, and compared with the epoch time that the third tutorial
+reports.
 """
 
 from __future__ import annotations
@@ -22,25 +23,32 @@ from scripts.launch.cores import count_cores
 BATCH, STEPS, IMAGES = 256, 60, 2048
 OPTIONS = ("--device", "cuda", "--model", "resnet50", "--image-size", "224", "--epochs", "1000")
 RESIDENT = ("--data", "synthetic", "--num-samples", str(IMAGES))
-FAST = ("--amp", "bf16", "--channels-last", "--compile")
+FAST = ("--amp", "bf16", "--compile")
 GRAPHS = ("--compile", "--compile-mode", "reduce-overhead")
 
 TRAINING_FLOP = 3 * 2 * 4.09e9
 """Per image of 224 x 224 in resnet50: 4.09 G multiply-adds forward (He et al. 2016), twice as many backward."""
 
-TUTORIAL_EPOCH_S = 4.1
+SEQUENCES, LENGTH = 16, 1024
+TOKEN_FLOP = 6 * 85e6 + 6 * 12 * 768 * LENGTH
+"""Per token that gpt-small trains on: 6 for each weight, and for causal attention 6 for each layer, number of a
+token's vector and position, half as many as without a mask (Chowdhery et al. 2022, appendix B)."""
+
+LENET_GOAL = "<= 4.1"
 """LeNet on Fashion-MNIST, batch 256, one GPU, as the tutorial on data parallelism from scratch reports it."""
 
 RESNET = "resnet50, 224, bf16, channels_last, compiled: images/s"
+GPT = f"gpt-small, sequences of {LENGTH:,}, bf16, compiled: tokens/s"
 LENET = "LeNet, 60,000 images, batch 256: seconds of an epoch"
+ROOFLINE = "bf16 matrix products"
 
 
 def measure(rounds: int, folder: Path) -> list[Figure]:
-    """Measure images/s and peak memory of resnet50, and the seconds of an epoch of LeNet."""
+    """Measure images/s and peak memory of resnet50, tokens/s of gpt-small, and seconds of an epoch of LeNet."""
     if not torch.cuda.is_available():
         reason = "there is no GPU"
-        return [unmeasured(RESNET, reason), unmeasured(LENET, reason, f"<= {TUTORIAL_EPOCH_S}")]
-    return [*resnet(rounds, folder), *lenet(rounds, folder)]
+        return [*(unmeasured(name, reason) for name in (RESNET, GPT)), unmeasured(LENET, reason, LENET_GOAL)]
+    return [*resnet(rounds, folder), *gpt(rounds, folder), *lenet(rounds, folder)]
 
 
 def resnet(rounds: int, folder: Path) -> list[Figure]:
@@ -56,7 +64,7 @@ def resnet(rounds: int, folder: Path) -> list[Figure]:
     memory: list[float] = []
 
     def ours(*data: str) -> float:
-        result = recipe("single", folder, [*OPTIONS, *data, *size, str(STEPS + 1), *FAST])
+        result = recipe("single", folder, [*OPTIONS, *data, *size, str(STEPS + 1), *FAST, "--channels-last"])
         memory.append(result["peak_memory_bytes"])
         return result["samples_per_s"]
 
@@ -72,8 +80,7 @@ def resnet(rounds: int, folder: Path) -> list[Figure]:
             "photos, decoded by it": lambda: ours(*photos, "--decode", "gpu"),
             "fp32": plain,
             "tf32": lambda: plain("--tf32"),
-            # Images/s if the tensor cores computed nothing but products of large matrices.
-            "roofline": lambda: matmul_tflops() * 1e12 / TRAINING_FLOP,
+            "roofline": lambda: roofline(TRAINING_FLOP),
         },
         rounds,
     )
@@ -81,15 +88,41 @@ def resnet(rounds: int, folder: Path) -> list[Figure]:
     peers = {
         "fp32": "eager fp32 loop on ready tensors",
         "tf32": "eager TF32 loop on ready tensors",
-        "roofline": "bf16 matrix products",
+        "roofline": ROOFLINE,
         "photos": f"the same from JPEGs, decoded by {cores} cores",
         "photos, decoded by it": f"the same from JPEGs, read by {cores} processes and decoded by the GPU",
     }
+    return ratios(RESNET, values, faults, peers, peak)
+
+
+def gpt(rounds: int, folder: Path) -> list[Figure]:
+    """Measure the tokens/s of gpt-small."""
+    options = ["--device", "cuda", "--data", "text", "--model", "gpt-small", "--seq-len", str(LENGTH)]
+    options += ["--global-batch-size", str(SEQUENCES), "--max-steps", str(STEPS + 1)]
+
+    def tokens_per_s(*more: str) -> float:
+        return LENGTH * recipe("single", folder, [*options, *more])["samples_per_s"]
+
+    values, faults = measure_working(
+        {
+            "ours": lambda: tokens_per_s(*FAST),
+            "fp32": tokens_per_s,
+            "roofline": lambda: roofline(TOKEN_FLOP),
+        },
+        rounds,
+    )
+    return ratios(GPT, values, faults, {"fp32": "the same in eager fp32", "roofline": ROOFLINE}, "tokens/s")
+
+
+def ratios(
+    name: str, values: Rounds, faults: Mapping[str, str], peers: Mapping[str, str], unit: str
+) -> list[Figure]:
+    """Return a figure for the speed of "ours" against each of the peers, which are named by contender."""
     return [
-        unmeasured(RESNET, f"{faults.get('ours') or faults[name]} ({peer})")
-        if faults.keys() & {"ours", name}
-        else speed_figure(RESNET, values, "ours", name, "", peer, peak, is_limit=name == "roofline")
-        for name, peer in peers.items()
+        unmeasured(name, f"{faults.get('ours') or faults[contender]} ({peer})")
+        if faults.keys() & {"ours", contender}
+        else speed_figure(name, values, "ours", contender, "", peer, unit, is_limit=contender == "roofline")
+        for contender, peer in peers.items()
     ]
 
 
@@ -112,6 +145,11 @@ def measure_working(contenders: Mapping[str, Callable[[], float]], rounds: int) 
     return {name: own for name, own in values.items() if name not in faults}, faults
 
 
+def roofline(flop: float) -> float:
+    """Return how many samples per second, of so many operations each, large matrix products alone would allow."""
+    return matmul_tflops() * 1e12 / flop
+
+
 def matmul_tflops() -> float:
     """Return the peak TFLOP/s of the GPU's tensor cores, which the doctor measures in a process of its own."""
     command = [sys.executable, "-m", "scripts.doctor.torch_facts"]
@@ -131,11 +169,11 @@ def lenet(rounds: int, folder: Path) -> list[Figure]:
         return small_data.SAMPLES / recipe("single", folder, [*options, *more])["samples_per_s"]
 
     values, faults = measure_working({"eager": epoch_s, "graphs": lambda: epoch_s(*GRAPHS)}, rounds)
-    goal, peer = f"<= {TUTORIAL_EPOCH_S}", "the tutorial's epoch, on its authors' GPU"
+    peer = "the tutorial's epoch, on its authors' GPU"
     reason = "kernels shorter than their launch"
     return [
-        Figure(f"{LENET}, {how}", *median_and_range(values[name]), goal, peer, no_limit=reason)
+        Figure(f"{LENET}, {how}", *median_and_range(values[name]), LENET_GOAL, peer, no_limit=reason)
         if name in values
-        else unmeasured(f"{LENET}, {how}", faults[name], goal)
+        else unmeasured(f"{LENET}, {how}", faults[name], LENET_GOAL)
         for name, how in (("eager", "eager"), ("graphs", "CUDA graphs"))
     ]

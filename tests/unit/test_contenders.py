@@ -101,8 +101,12 @@ def test_what_fails_on_a_gpu_does_not_lose_what_works(monkeypatch, tmp_path, cap
     monkeypatch.setattr(gpu, "IMAGES", 2048 // 8)
     figures = gpu.measure(2, tmp_path)
     found = {figure.peer: figure.measured for figure in figures if figure.measured}
-    assert len(figures) == 7
+    assert len(figures) == 9
     assert found["eager fp32 loop on ready tensors"] == 3.0
+    assert found["the same in eager fp32"] == 1.0
+    of_peak = {figure.name: figure.measured for figure in figures if figure.is_limit}
+    assert of_peak[gpu.RESNET] == pytest.approx(3000 * 24.54e9 / 700e12)
+    assert of_peak[gpu.GPT] == pytest.approx(3000 * 1024 * 566.6e6 / 700e12, rel=1e-4)
     assert found["the tutorial's epoch, on its authors' GPU"] == 20.0
     (lost,) = [figure for figure in figures if figure.measured is None]
     assert lost.note.startswith("not measured: error: --decode gpu needs nvImageCodec (the same from JPEGs, read")
