@@ -340,6 +340,16 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return parse(parser, argv)
 
 
+def gpus_of_nodes(args: argparse.Namespace) -> list[list[str]]:
+    """Return each node's GPUs; print a warning if there are some, but not one for each node."""
+    gpus = visible_gpus()
+    shares = share_out(gpus, args.nodes)
+    if gpus and not shares[0] and read_option("--device", "auto", args.options) != "cpu":
+        what = f"{args.nodes} nodes share {len(gpus)} GPU{'s' * (len(gpus) > 1)}, so all of them use CPUs"
+        print(f"warning: {what}; use NODES={len(gpus)}, or --device cpu", file=sys.stderr, flush=True)
+    return shares
+
+
 def processes_per_node(args: argparse.Namespace, shares: list[list[str]]) -> int:
     """Return --nproc-per-node; by default one process per GPU of a node, or one without GPUs.
 
@@ -367,7 +377,7 @@ def main(argv: list[str]) -> int:
             print(f"{name:14} {summary}")
         return 0
     check_recipe(args.recipe)
-    shares = share_out(visible_gpus(), args.nodes)
+    shares = gpus_of_nodes(args)
     elastic = check_elastic(args)
     processes = processes_per_node(args, shares)
     if script.is_set():

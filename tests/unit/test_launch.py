@@ -40,6 +40,22 @@ def test_gpus_are_shared_out_evenly(gpus, nodes, shares):
 
 
 @pytest.mark.parametrize(
+    ("argv", "gpus", "warning"),
+    [
+        (["--nodes", "2"], "0", "2 nodes share 1 GPU, so all of them use CPUs; use NODES=1, or --device cpu"),
+        (["--nodes", "3"], "0,1", "3 nodes share 2 GPUs, so all of them use CPUs; use NODES=2, or --device cpu"),
+        (["--nodes", "2", "--", "--device", "cpu"], "0", ""),
+        (["--nodes", "2"], "", ""),
+        (["--nodes", "2"], "0,1", ""),
+    ],
+)
+def test_gpus_that_are_too_few_to_be_used_are_a_warning(monkeypatch, capsys, argv, gpus, warning):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    local.gpus_of_nodes(local.parse_args(["ddp", *argv]))
+    assert capsys.readouterr().err == (f"warning: {warning}\n" if warning else "")
+
+
+@pytest.mark.parametrize(
     ("nodes", "words"), [(16, ""), (17, "warning: 17 processes share 2 cores, and may take minutes to start; ")]
 )
 def test_more_processes_than_a_machine_can_start_soon_are_a_warning(monkeypatch, capsys, nodes, words):
