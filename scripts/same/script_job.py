@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,18 @@ FAILURE_GRACE_S = 10.0
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
+def hide_gpus_unless(count: int) -> None:
+    """Let no run use this machine's GPUs, and say so, if there are some, but fewer than `count`.
+
+    One process on a GPU and several on CPUs would differ by more than rounding.
+    """
+    gpus = len(visible_gpus())
+    if 0 < gpus < count:
+        what = f"{count} processes need a GPU each, and there {'are' if gpus > 1 else 'is'} {gpus}"
+        print(f"same: {what}: all runs use CPUs", file=sys.stderr, flush=True)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def run(
     words: Sequence[str], launcher: str, world_size: int, folder: Path, timeout_s: float, **variables: str
 ) -> list[int | None]:
@@ -37,10 +50,7 @@ def run(
         variables: environment variables of the observer.
     """
     folder.mkdir(parents=True)
-    gpus = visible_gpus()
-    if len(gpus) < world_size:  # each rank needs its own GPU
-        gpus = []
-    env = node_environment(0, 1, world_size, gpus, free_port()) | variables
+    env = node_environment(0, 1, world_size, visible_gpus(), free_port()) | variables
     env |= {"SAME_FOLDER": str(folder), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     if launcher:
         # In WORKDIR, relative paths such as .venv/bin/python would lead elsewhere.

@@ -1,6 +1,7 @@
 """What make same makes of recorded steps and printed lines, without starting a process."""
 
 import inspect
+import os
 import re
 import sys
 from importlib import import_module
@@ -187,6 +188,22 @@ def test_who_waits_at_a_terminal_sees_each_run(monkeypatch, tmp_path, capsys, is
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     Session(parse_args([str(tmp_path / "train.py")]), tmp_path).run(2)
     assert capsys.readouterr() == ("", said)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said"),
+    [
+        ("0,1,2", ""),
+        ("0,1", "same: 3 processes need a GPU each, and there are 2: all runs use CPUs\n"),
+        ("0", "same: 3 processes need a GPU each, and there is 1: all runs use CPUs\n"),
+        ("", ""),
+    ],
+)
+def test_all_runs_use_gpus_or_none_does(monkeypatch, capsys, gpus, said):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    script_job.hide_gpus_unless(3)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if said else gpus)
+    assert capsys.readouterr().err == said
 
 
 def test_the_fork_server_starts_whatever_the_length_of_tmpdir(monkeypatch, tmp_path):
