@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -33,7 +34,7 @@ from scripts.launch.command import (
     parse,
     table,
 )
-from scripts.launch.local import share_out, visible_gpus
+from scripts.launch.local import gpus_of_nodes
 from scripts.launch.runs import differences, read_losses, read_metrics
 
 SMALLEST_DIFFERENCE = 1e-9
@@ -164,7 +165,10 @@ def main(argv: list[str]) -> int:
     args = parse(parser, argv)
     if not args.recipes:
         raise UserError('RECIPES is empty; for example RECIPES="single ddp"')
-    args.nproc_per_node = args.nproc_per_node or max(1, len(share_out(visible_gpus(), args.nodes)[0]))
+    gpus = gpus_of_nodes(args)[0]
+    if not gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also from recipes that are one process
+    args.nproc_per_node = args.nproc_per_node or max(1, len(gpus))
     recipes = args.recipes = [check_recipe(name) for name in dict.fromkeys(args.recipes)]
     check_options(recipes, args.options, args.nodes * args.nproc_per_node)
     folder = next_folder("compare")

@@ -1,5 +1,6 @@
 """Recipes side by side: the figures of real runs, and the table and picture that are made of them."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -68,12 +69,21 @@ def test_bad_input_is_refused_before_anything_runs(words, error, capsys):
     assert set((ROOT / "runs").glob("*")) == before
 
 
-@pytest.mark.parametrize(("words", "processes"), [([], 4), (["--nodes", "2"], 2), (["--nproc-per-node", "3"], 3)])
-def test_a_recipe_gets_a_process_for_each_gpu_as_in_make_run(words, processes, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "processes", "gpus"),
+    [
+        ([], 4, "0,1,2,3"),
+        (["--nodes", "2"], 2, "0,1,2,3"),
+        (["--nproc-per-node", "3"], 3, "0,1,2,3"),
+        (["--nodes", "5"], 1, ""),
+    ],
+)
+def test_a_recipe_gets_a_process_for_each_gpu_as_in_make_run(words, processes, gpus, tmp_path, monkeypatch):
     commands = []
 
     def run(command, **_):
         commands.append(command)
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == gpus
         return SimpleNamespace(returncode=1)
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
