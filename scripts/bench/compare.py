@@ -165,7 +165,7 @@ def main(argv: list[str]) -> int:
     args = parse(parser, argv)
     if not args.recipes:
         raise UserError('RECIPES is empty; for example RECIPES="single ddp"')
-    gpus = gpus_of_nodes(args)[0]
+    gpus = gpus_of_nodes(args.nodes, args.options)[0]
     if not gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also from recipes that are one process
     args.nproc_per_node = args.nproc_per_node or max(1, len(gpus))

@@ -43,6 +43,8 @@ QUICK_S = 6.0
 COMMAND_TIMEOUT_S = 15.0
 """Time limit of a call of nvidia-smi, which hangs if the driver is stuck."""
 
+VARIABLES = ("NNODES", "NPROC_PER_NODE", "FABRIC", "CUDA_VISIBLE_DEVICES")
+
 Facts = dict[str, Any]
 
 
@@ -69,7 +71,7 @@ def gather(
         "machine": machine_id(),
         "python": platform.python_version(),
         "cores": count_cores(),
-        "variables": {name: os.environ.get(name) for name in ("NNODES", "NPROC_PER_NODE", "FABRIC")},
+        "variables": {name: os.environ.get(name) for name in VARIABLES},
     }
 
     def find_out(name: str) -> None:

@@ -417,10 +417,16 @@ def gpus_visible(case: Case) -> Findings:
         counts[rank] = (len(devices), ", ".join(sorted({device["name"] for device in devices})))
         if torch is None:  # --quick: only nvidia-smi's list
             continue
-        nproc = int(case.fact(rank, "variables", {}).get("NPROC_PER_NODE") or 1)
-        if listed and not devices:
+        variables = case.fact(rank, "variables", {})
+        nproc, visible = int(variables.get("NPROC_PER_NODE") or 1), variables.get("CUDA_VISIBLE_DEVICES")
+        if listed and not devices and visible in ("", "-1"):  # as users ask for CPUs
+            what = (
+                f"nvidia-smi lists {len(listed)} GPUs and CUDA_VISIBLE_DEVICES is {visible!r}: ranks use the CPU"
+            )
+            yield case.warning(rank, what, "unset it to use them")
+        elif listed and not devices:
             what = f"nvidia-smi lists {len(listed)} GPUs and torch {torch['version']} sees none"
-            fix = "is CUDA_VISIBLE_DEVICES empty"
+            fix = "ask for GPUs" if visible is None else f"CUDA_VISIBLE_DEVICES is {visible!r}: correct it"
             if why := torch.get("cuda_error"):
                 what, fix = f"{what} ({why})", "see its driver and, with NVSwitch, its fabric manager"
             fix = driver_remedy(listed[0].get("driver_version", ""), torch["cuda"]) or fix

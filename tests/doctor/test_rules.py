@@ -250,7 +250,21 @@ GPU_FAULTS = {
     ),
     "gpus_visible": (
         set_in("torch", devices=facts(1)["torch"]["devices"]),
-        "nvidia-smi lists 2 GPUs and torch 2.14.1 sees none; is CUDA_VISIBLE_DEVICES empty",
+        "node 1 (n1): nvidia-smi lists 2 GPUs and torch 2.14.1 sees none; ask for GPUs",
+    ),
+    "gpus_visible, named": (
+        lambda case: [
+            case.facts[1]["torch"].update(devices=facts(1)["torch"]["devices"]),
+            case.facts[1]["variables"].update(CUDA_VISIBLE_DEVICES="NoDevFiles"),
+        ],
+        "lists 2 GPUs and torch 2.14.1 sees none; CUDA_VISIBLE_DEVICES is 'NoDevFiles': correct it",
+    ),
+    "gpus_visible, hidden": (
+        lambda case: [
+            case.facts[1]["torch"].update(devices=facts(1)["torch"]["devices"]),
+            case.facts[1]["variables"].update(CUDA_VISIBLE_DEVICES=""),
+        ],
+        "node 1 (n1): nvidia-smi lists 2 GPUs and CUDA_VISIBLE_DEVICES is '': ranks use the CPU; unset it",
     ),
     "gpus_visible, driver": (
         lambda case: [
@@ -418,6 +432,9 @@ def test_healthy_nodes_have_no_findings(nodes, gpus):
     assert judge(healthy(nodes, gpus)) == []
 
 
+WARNINGS = ("gpu_health, taken", "gpus_visible, hidden", "bandwidth, link")
+
+
 @pytest.mark.parametrize(("name", "gpus"), [*((name, 0) for name in FAULTS), *((name, 2) for name in GPU_FAULTS)])
 def test_a_fault_is_named_with_its_remedy(name, gpus):
     plant, words = (GPU_FAULTS if gpus else FAULTS)[name]
@@ -432,7 +449,7 @@ def test_a_fault_is_named_with_its_remedy(name, gpus):
     assert finding.nodes or "sums" in name or "late" in name
     assert finding.remedy
     assert "\n" not in str(finding)
-    assert finding.severity == ("warning" if name in ("gpu_health, taken", "bandwidth, link") else "error")
+    assert finding.severity == ("warning" if name in WARNINGS else "error")
 
 
 def test_every_rule_is_tested():
