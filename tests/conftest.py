@@ -42,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from the tests, whose tolerances are those of CPUs; tests/gpu runs alone, when named."""
-    if not any("gpu" in Path(argument.partition("::")[0]).parts for argument in config.args):
+    if not all("gpu" in Path(argument.partition("::")[0]).parts for argument in config.args):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
