@@ -36,7 +36,7 @@ from scripts.launch.command import (
     temporary_folder,
 )
 from scripts.launch.cores import count_cores
-from scripts.launch.local import LocalJob, parse_args, processes_per_node, share_out, visible_gpus
+from scripts.launch.local import LocalJob, assign_gpus, parse_args, processes_per_node
 from scripts.launch.recipe_options import read_option
 
 COMPOSE_FILE = ROOT / "docker/compose.yaml"
@@ -196,7 +196,7 @@ def main(argv: list[str]) -> int:
     recipe = check_recipe(args.recipe)
     if (args.min_nodes, args.max_restarts) != (None, None):
         raise UserError("MIN_NODES: WITH=docker does not restart lost containers; drop one of the two")
-    nodes, shares = args.nodes, share_out(visible_gpus(), args.nodes)
+    nodes, shares = args.nodes, assign_gpus(args.nodes, args.options)
     processes = processes_per_node(args, shares)
     docker = shutil.which(os.environ.get("DOCKER", "docker"))
     if not docker:

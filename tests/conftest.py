@@ -41,8 +41,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs from the tests, whose tolerances are those of CPUs; tests/gpu runs alone, when named."""
-    if not all("gpu" in Path(argument.partition("::")[0]).parts for argument in config.args):
+    """Hide GPUs from the tests, whose tolerances are those of CPUs; tests/gpu sees them if named alone."""
+    paths = [config.invocation_params.dir / argument.partition("::")[0] for argument in config.args]
+    if not all(path.resolve().is_relative_to(Path(__file__).parent / "gpu") for path in paths):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 

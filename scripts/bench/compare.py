@@ -34,7 +34,7 @@ from scripts.launch.command import (
     parse,
     table,
 )
-from scripts.launch.local import gpus_of_nodes
+from scripts.launch.local import assign_gpus
 from scripts.launch.runs import differences, read_losses, read_metrics
 
 SMALLEST_DIFFERENCE = 1e-9
@@ -165,11 +165,11 @@ def main(argv: list[str]) -> int:
     args = parse(parser, argv)
     if not args.recipes:
         raise UserError('RECIPES is empty; for example RECIPES="single ddp"')
-    gpus = gpus_of_nodes(args.nodes, args.options)[0]
-    if not gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also from recipes that are one process
-    args.nproc_per_node = args.nproc_per_node or max(1, len(gpus))
     recipes = args.recipes = [check_recipe(name) for name in dict.fromkeys(args.recipes)]
+    gpus = assign_gpus(args.nodes if set(recipes) - set(ONE_PROCESS) else 1, args.options)[0]
+    if not gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nor does a recipe that is one process
+    args.nproc_per_node = args.nproc_per_node or max(1, len(gpus))
     check_options(recipes, args.options, args.nodes * args.nproc_per_node)
     folder = next_folder("compare")
     for recipe in recipes:

@@ -238,7 +238,7 @@ def run_local(args: Namespace, words: Sequence[str]) -> int:
     job = LocalNodes()
     signal.signal(signal.SIGINT, job.interrupt)
     signal.signal(signal.SIGTERM, job.interrupt)
-    shares = local.gpus_of_nodes(args.nodes)
+    shares = local.assign_gpus(args.nodes, words)
     nproc = args.nproc_per_node or max(1, len(shares[0]))
     port, secret = local.free_port(), secrets.token_hex(16)
     with temporary_folder() as scratch:

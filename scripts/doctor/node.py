@@ -44,6 +44,7 @@ COMMAND_TIMEOUT_S = 15.0
 """Time limit of a call of nvidia-smi, which hangs if the driver is stuck."""
 
 VARIABLES = ("NNODES", "NPROC_PER_NODE", "FABRIC", "CUDA_VISIBLE_DEVICES")
+"""The variables by which rules judge what a node has."""
 
 Facts = dict[str, Any]
 

@@ -420,13 +420,13 @@ def gpus_visible(case: Case) -> Findings:
         variables = case.fact(rank, "variables", {})
         nproc, visible = int(variables.get("NPROC_PER_NODE") or 1), variables.get("CUDA_VISIBLE_DEVICES")
         if listed and not devices and visible in ("", "-1"):  # as users ask for CPUs
-            what = (
-                f"nvidia-smi lists {len(listed)} GPUs and CUDA_VISIBLE_DEVICES is {visible!r}: ranks use the CPU"
-            )
-            yield case.warning(rank, what, "unset it to use them")
+            what = f"nvidia-smi lists {len(listed)} GPUs and CUDA_VISIBLE_DEVICES is {visible!r}: all use the CPU"
+            yield case.warning(rank, what, "unset it, or start no more nodes on a machine than it has GPUs")
         elif listed and not devices:
             what = f"nvidia-smi lists {len(listed)} GPUs and torch {torch['version']} sees none"
-            fix = "ask for GPUs" if visible is None else f"CUDA_VISIBLE_DEVICES is {visible!r}: correct it"
+            fix = f"CUDA_VISIBLE_DEVICES is {visible!r}: correct it"
+            if visible in (None, "NoDevFiles"):  # the latter is how Slurm says that a job has no GPU
+                fix = "ask for GPUs; with MIG, for an instance" if torch["cuda"] else "install a torch with CUDA"
             if why := torch.get("cuda_error"):
                 what, fix = f"{what} ({why})", "see its driver and, with NVSwitch, its fabric manager"
             fix = driver_remedy(listed[0].get("driver_version", ""), torch["cuda"]) or fix

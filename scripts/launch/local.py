@@ -341,13 +341,13 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return parse(parser, argv)
 
 
-def gpus_of_nodes(nodes: int, options: Sequence[str] = ()) -> list[list[str]]:
+def assign_gpus(nodes: int, options: Sequence[str] = ()) -> list[list[str]]:
     """Return each node's GPUs; print a warning if there are some, but not one for each node."""
     gpus = visible_gpus()
     shares = share_out(gpus, nodes)
     if gpus and not shares[0] and read_option("--device", "auto", options) != "cpu":
-        what = f"{nodes} nodes share {len(gpus)} GPU{'s' * (len(gpus) > 1)}, so all of them use CPUs"
-        print(f"warning: {what}; NODES={len(gpus)} uses GPUs", file=sys.stderr, flush=True)
+        what = f"{nodes} nodes share {len(gpus)} GPU{'s' * (len(gpus) > 1)}, so none of them gets any"
+        print(f"warning: {what}; NODES={len(gpus)} uses them", file=sys.stderr, flush=True)
     return shares
 
 
@@ -378,7 +378,7 @@ def main(argv: list[str]) -> int:
             print(f"{name:14} {summary}")
         return 0
     check_recipe(args.recipe)
-    shares = gpus_of_nodes(args.nodes, args.options)
+    shares = assign_gpus(args.nodes, args.options)
     elastic = check_elastic(args)
     processes = processes_per_node(args, shares)
     if script.is_set():

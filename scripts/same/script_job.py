@@ -31,8 +31,9 @@ def hide_gpus_unless(count: int) -> None:
     """
     gpus = len(visible_gpus())
     if 0 < gpus < count:
-        what = f"{count} processes need a GPU each, and there {'are' if gpus > 1 else 'is'} {gpus}"
-        print(f"same: {what}: all runs use CPUs", file=sys.stderr, flush=True)
+        what = f"up to {count} processes and {gpus} GPU{'s' * (gpus > 1)}: all runs use CPUs"
+        fix = f"; WORLD_SIZES up to {gpus} use GPUs" * (gpus > 1)
+        print(f"warning: {what}{fix}", file=sys.stderr, flush=True)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 

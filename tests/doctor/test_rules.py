@@ -250,21 +250,25 @@ GPU_FAULTS = {
     ),
     "gpus_visible": (
         set_in("torch", devices=facts(1)["torch"]["devices"]),
-        "node 1 (n1): nvidia-smi lists 2 GPUs and torch 2.14.1 sees none; ask for GPUs",
+        "node 1 (n1): nvidia-smi lists 2 GPUs and torch 2.14.1 sees none; ask for GPUs; with MIG,",
     ),
     "gpus_visible, named": (
         lambda case: [
             case.facts[1]["torch"].update(devices=facts(1)["torch"]["devices"]),
-            case.facts[1]["variables"].update(CUDA_VISIBLE_DEVICES="NoDevFiles"),
+            case.facts[1]["variables"].update(CUDA_VISIBLE_DEVICES="2,3"),
         ],
-        "lists 2 GPUs and torch 2.14.1 sees none; CUDA_VISIBLE_DEVICES is 'NoDevFiles': correct it",
+        "lists 2 GPUs and torch 2.14.1 sees none; CUDA_VISIBLE_DEVICES is '2,3': correct it",
+    ),
+    "gpus_visible, CPU torch": (
+        set_in("torch", devices=facts(1)["torch"]["devices"], cuda=None),
+        "nvidia-smi lists 2 GPUs and torch 2.14.1 sees none; install a torch with CUDA",
     ),
     "gpus_visible, hidden": (
         lambda case: [
             case.facts[1]["torch"].update(devices=facts(1)["torch"]["devices"]),
             case.facts[1]["variables"].update(CUDA_VISIBLE_DEVICES=""),
         ],
-        "node 1 (n1): nvidia-smi lists 2 GPUs and CUDA_VISIBLE_DEVICES is '': ranks use the CPU; unset it",
+        "node 1 (n1): nvidia-smi lists 2 GPUs and CUDA_VISIBLE_DEVICES is '': all use the CPU; unset it, or",
     ),
     "gpus_visible, driver": (
         lambda case: [

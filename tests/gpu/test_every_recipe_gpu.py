@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from scripts.launch.local import visible_gpus
 from tests.conftest import need_gpus, need_horovod, require
 from tests.parallel import test_minimal as minimal
 from tests.support import ROOT, Ranks, accuracies, largest_difference, losses, run_ranks, train, weights, words_for
@@ -104,7 +105,8 @@ def need_own_library(recipe):
 @pytest.mark.parametrize("recipe", ALONE)
 def test_one_gpu_equals_the_cpu(tmp_path, cpu, recipe):
     need_own_library(recipe)
-    assert_same_run(train(recipe, tmp_path, 1, *STEPS, "--device", "cuda", *ALONE[recipe]), cpu)
+    words = (*STEPS, "--device", "cuda", *ALONE[recipe])
+    assert_same_run(train(recipe, tmp_path, 1, *words, CUDA_VISIBLE_DEVICES=visible_gpus()[0]), cpu)
 
 
 @pytest.mark.parametrize("recipe", SHARED)
@@ -150,6 +152,7 @@ def test_a_page_on_one_gpu_has_the_cpus_curve(tmp_path, page):
     need_own_library(page)
     argv, started = minimal.options_of(page, 1, 1)
     run = functools.partial(minimal.run, page, world_size=started, argv=["--epochs", "2", *argv])
-    on_gpu, on_cpu = run(tmp_path / "gpu"), run(tmp_path / "cpu", CUDA_VISIBLE_DEVICES="")
+    on_gpu = run(tmp_path / "gpu", CUDA_VISIBLE_DEVICES=visible_gpus()[0])
+    on_cpu = run(tmp_path / "cpu", CUDA_VISIBLE_DEVICES="")
     assert len(on_gpu.losses) == 44
     assert on_gpu.losses == pytest.approx(on_cpu.losses, rel=TF32)

@@ -194,8 +194,8 @@ def test_who_waits_at_a_terminal_sees_each_run(monkeypatch, tmp_path, capsys, is
     ("gpus", "said"),
     [
         ("0,1,2", ""),
-        ("0,1", "same: 3 processes need a GPU each, and there are 2: all runs use CPUs\n"),
-        ("0", "same: 3 processes need a GPU each, and there is 1: all runs use CPUs\n"),
+        ("0,1", "warning: up to 3 processes and 2 GPUs: all runs use CPUs; WORLD_SIZES up to 2 use GPUs\n"),
+        ("0", "warning: up to 3 processes and 1 GPU: all runs use CPUs\n"),
         ("", ""),
     ],
 )

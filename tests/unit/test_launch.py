@@ -42,8 +42,8 @@ def test_gpus_are_shared_out_evenly(gpus, nodes, shares):
 @pytest.mark.parametrize(
     ("argv", "gpus", "warning"),
     [
-        (["--nodes", "2"], "0", "2 nodes share 1 GPU, so all of them use CPUs; NODES=1 uses GPUs"),
-        (["--nodes", "3"], "0,1", "3 nodes share 2 GPUs, so all of them use CPUs; NODES=2 uses GPUs"),
+        (["--nodes", "2"], "0", "2 nodes share 1 GPU, so none of them gets any; NODES=1 uses them"),
+        (["--nodes", "3"], "0,1", "3 nodes share 2 GPUs, so none of them gets any; NODES=2 uses them"),
         (["--nodes", "2", "--", "--device", "cpu"], "0", ""),
         (["--nodes", "2"], "", ""),
         (["--nodes", "2"], "0,1", ""),
@@ -52,7 +52,7 @@ def test_gpus_are_shared_out_evenly(gpus, nodes, shares):
 def test_gpus_that_are_too_few_to_be_used_are_a_warning(monkeypatch, capsys, argv, gpus, warning):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     args = local.parse_args(["ddp", *argv])
-    local.gpus_of_nodes(args.nodes, args.options)
+    local.assign_gpus(args.nodes, args.options)
     assert capsys.readouterr().err == (f"warning: {warning}\n" if warning else "")
 
 

@@ -4,13 +4,16 @@ import ast
 import dataclasses
 import functools
 import importlib
+import os
 import re
 import subprocess
 import sys
 import typing
+from types import SimpleNamespace
 
 import pytest
 
+from tests.conftest import pytest_configure
 from tests.support import ROOT
 
 RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
@@ -363,3 +366,20 @@ def test_every_package_asked_for_is_locked(name):
     lines = (ROOT / "requirements" / f"{name}.in").read_text().splitlines()
     asked = {re.match(r"[\w-]*", line)[0].lower() for line in lines if not line.startswith("-r")} - {""}
     assert asked <= {package.split("[")[0] for package in locked(name)}
+
+
+@pytest.mark.parametrize(
+    ("folder", "arguments", "visible"),
+    [
+        (".", ["tests"], ""),
+        (".", ["tests/gpu", "tests/unit"], ""),
+        (".", ["tests/gpu/../unit/test_job.py"], ""),
+        (".", ["tests/gpu"], "0"),
+        (".", ["tests/gpu/test_apex.py::test_levels_follow_single[O1-torch]", str(ROOT / "tests/gpu")], "0"),
+        ("tests/gpu", ["test_apex.py"], "0"),
+    ],
+)
+def test_only_tests_gpu_alone_sees_gpus(monkeypatch, folder, arguments, visible):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    pytest_configure(SimpleNamespace(args=arguments, invocation_params=SimpleNamespace(dir=ROOT / folder)))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
