@@ -7,12 +7,12 @@ import argparse
 import math
 import os
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.functional import cross_entropy
@@ -64,14 +64,15 @@ def main() -> None:
     part = model[start:end].to(device)  # Pipeline: this stage's layers; the 5 with weights are spread evenly
     optimizer = torch.optim.SGD(part.parameters(), lr=LR, momentum=0.9, weight_decay=0.01)
     first_epoch, accuracy, state = 0, 0.0, None
+    in_main_memory = StateDictOptions(cpu_offload=True)
     if rank == 0 and args.checkpoint and os.path.exists(args.checkpoint):
         state = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
     # DDP: rank 0 reads the file and sends its content, here some 170 KB, or None, to the others.
     dist.broadcast_object_list(received := [state])
     if state := received[0]:
         first_epoch, accuracy = state["epoch"], state["accuracy"]
-        part.load_state_dict(state["states"][stage][0])
-        optimizer.load_state_dict(state["states"][stage][1])
+        weights, momentum = state["states"][stage]
+        set_state_dict(part, optimizer, model_state_dict=weights, optim_state_dict=momentum)
     ddp = nn.parallel.DistributedDataParallel(part, process_group=dp)  # DDP: averages over the replicas of a stage
     # Pipeline: each of 4 microbatches sends activations to the next stage, and their gradient to the one before.
     schedule = Schedule1F1B(PipelineStage(ddp, stage, args.stages, device, group=pp), 4, cross_entropy)
@@ -102,12 +103,11 @@ def main() -> None:
         test_loss, accuracy = (totals / 360).tolist()
         if rank == 0:
             print(f"epoch {epoch + 1} test_loss {test_loss:.8f} test_accuracy {accuracy:.4f}")
-        # Pipeline: gathers the weights and the momentum of all stages of a replica, here 170 KB.
-        states: list[Any] = [None] * args.stages
-        dist.all_gather_object(states, (part.state_dict(), optimizer.state_dict()), group=pp)
+        # Pipeline: gathers the weights and the momentum of all stages of a replica in main memory, here 170 KB.
+        states: list[object] = [None] * args.stages
+        dist.all_gather_object(states, get_state_dict(part, optimizer, options=in_main_memory), group=pp)
         if rank == 0 and args.checkpoint:
-            state = {"states": states}
-            torch.save({"epoch": epoch + 1, "accuracy": accuracy, **state}, f"{args.checkpoint}.tmp")
+            torch.save({"epoch": epoch + 1, "accuracy": accuracy, "states": states}, f"{args.checkpoint}.tmp")
             os.replace(f"{args.checkpoint}.tmp", args.checkpoint)
     speed = (args.epochs - first_epoch) * steps_per_epoch * BATCH_SIZE / (time.perf_counter() - started)
     if rank == 0:
