@@ -1,9 +1,10 @@
 """Checkpoints that are whole or absent: written to a temporary file, flushed, then renamed.
 
 A checkpoint is torch's own zip file, followed by a checksum of all its bytes, and loads with
-`torch.load(path, weights_only=True)`. It holds the whole model and optimizer under the names of the one-process
-run (with --sharded-checkpoints, references to their parts: shard_files.py), so that any recipe at any world size
-can resume from it (reading.py). The state of the random generators is the pair (seed, step): see seeding.py.
+`torch.load(path, map_location="cpu", weights_only=True)`. It holds the whole model and optimizer under the names
+of the one-process run (with --sharded-checkpoints, references to their parts: shard_files.py), so that any recipe
+at any world size can resume from it (reading.py). The state of the random generators is the pair (seed, step): see
+seeding.py.
 """
 
 from __future__ import annotations
@@ -201,7 +202,7 @@ class CheckpointFolder:
             own = identity_of(path)
             try:
                 if own not in known:
-                    known[own] = shards_of(torch.load(path, mmap=True, weights_only=True))
+                    known[own] = shards_of(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
             except Exception as error:  # as in reading.py; all shard files stay while one is damaged
                 raise OSError(f"{name} does not say which shard files it has: {reason_of(error)}") from error
             self._shards[own] = known[own]

@@ -75,9 +75,12 @@ def own_shards(model: nn.Module, content: dict[str, Any]) -> dict[str, Any]:
         like = own.get(name) if name else None
         if not isinstance(like, DTensor) or not isinstance(slot, Slot) or slot.shape != tuple(like.shape):
             return slot
-        mesh, placements = like.device_mesh, like.placements
-        # Sharding: each rank has received the whole tensor and copies its shard of it; the rest is freed.
-        return slot._replace(keep=lambda t: distribute_tensor(t, mesh, placements, src_data_rank=None).clone())
+        mesh, placements, place = like.device_mesh, like.placements, like.to_local().device
+        # Sharding: each rank has received the whole tensor and copies its shard of it, with --cpu-offload to main
+        # memory; the rest is freed.
+        return slot._replace(
+            keep=lambda t: distribute_tensor(t, mesh, placements, src_data_rank=None).to(place, copy=True)
+        )
 
     return map_states(content, model, cut)
 
@@ -160,7 +163,8 @@ def read_shards(
         local = [read_box(value, box, shards) for box in boxes(name, own_box(like))]
         whole = local[0] if len(local) == 1 else torch.cat(local)
         layout: dict[str, Any] = {"shape": like.shape, "stride": like.stride()}
-        return DTensor.from_local(whole, like.device_mesh, like.placements, run_check=False, **layout)
+        tensor = DTensor.from_local(whole, like.device_mesh, like.placements, run_check=False, **layout)
+        return tensor.to(like.to_local().device)  # from_local() has moved it to the mesh's
 
     return map_states(content, model, read)
 
