@@ -26,7 +26,7 @@ import random
 import runpy
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,15 +197,21 @@ class Observer:
             "final": sketch_all(gradients),
             "missing": [i for i, gradient in enumerate(gradients) if gradient is None],
             "shapes": zlib.crc32(json.dumps(shapes).encode()),
-            "low_precision": self.low_precision(parameters[0]),
+            "low_precision": self.low_precision(parameters),
             "moved": [name for name, state in checksums().items() if drawn and state != drawn[name]],
         }
 
-    def low_precision(self, parameter: Tensor) -> str:
-        """Return the lowest precision in use: TF32, autocast's or the parameters'."""
-        if parameter.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
-            return "tf32"
-        return str(self.autocast or parameter.dtype).removeprefix("torch.")
+    def low_precision(self, parameters: Sequence[Tensor]) -> str:
+        """Return the lowest precision in use: autocast's, TF32 or the parameters'."""
+        precision = self.autocast or parameters[0].dtype
+        if precision == torch.float32 and parameters[0].device.type == "cuda":
+            # allow_tf32 cannot be read once a script has set fp32_precision.
+            used = {torch.backends.cuda.matmul.fp32_precision}
+            if any(parameter.ndim > 3 for parameter in parameters):  # a convolution's
+                used.add(torch.backends.cudnn.conv.fp32_precision)  # type: ignore[attr-defined]
+            if "tf32" in used:
+                return "tf32"
+        return str(precision).removeprefix("torch.")
 
     def round_differently(self, gradients: list[Tensor | None]) -> None:
         """Change gradients by about one rounding error at the scale of their tensor."""

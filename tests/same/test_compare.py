@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from importlib import import_module
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -464,3 +465,20 @@ def test_ranks_that_draw_the_same_samples_before_the_last_batch_are_not_sharded(
     assert (
         ("not-sharded", "epoch 1, samples: ranks share 1") in [(one.cause, one.what) for one in found]
     ) == is_found
+
+
+@pytest.mark.parametrize(
+    ("matmul", "conv", "autocast", "device", "ndim", "expected"),
+    [
+        ("none", "tf32", None, "cuda", 4, "tf32"),  # torch's defaults
+        ("none", "tf32", None, "cuda", 2, "float32"),
+        ("tf32", "none", None, "cuda", 2, "tf32"),
+        ("tf32", "tf32", None, "cpu", 4, "float32"),
+        ("tf32", "tf32", torch.bfloat16, "cuda", 4, "bfloat16"),
+    ],
+)
+def test_the_lowest_precision_in_use(monkeypatch, matmul, conv, autocast, device, ndim, expected):
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=matmul))
+    monkeypatch.setattr(torch.backends.cudnn, "conv", SimpleNamespace(fp32_precision=conv))
+    weight = SimpleNamespace(dtype=torch.float32, device=SimpleNamespace(type=device), ndim=ndim)
+    assert observe.Observer.low_precision(SimpleNamespace(autocast=autocast), [weight]) == expected
