@@ -432,8 +432,9 @@ def gpus_visible(case: Case) -> Findings:
             fix = driver_remedy(listed[0].get("driver_version", ""), torch["cuda"]) or fix
             yield case.error(rank, what, fix)
         elif devices and len(devices) < nproc:
-            what = f"{nproc} processes for {len(devices)} GPUs: all would use the CPU"
-            yield case.error(rank, what, f"NPROC_PER_NODE={len(devices)}, or ask for {nproc} GPUs")
+            what = f"{nproc} processes for {len(devices)} GPUs: recipes refuse to start"
+            fix = f"NPROC_PER_NODE={len(devices)}, or ask for {nproc} GPUs that each process of the node can see"
+            yield case.error(rank, what, fix)
     usual, _, others = outliers(counts)
     for (count, kinds), ranks in others.items():
         own, other = f"{count} GPUs {kinds}".rstrip(), f"{usual[0]} {usual[1]}".rstrip()

@@ -38,6 +38,7 @@ def main() -> None:
     if count:
         try:
             torch.cuda.init()
+            count = torch.cuda.device_count()  # with MIG fewer than before: CUDA shows a process one instance
         except (RuntimeError, torch.cuda.DeferredCudaCallError) as error:
             count, facts["cuda_error"] = 0, str(error).strip().split("\n")[0][:300]
     for device in [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]:

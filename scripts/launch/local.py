@@ -58,7 +58,7 @@ FAILURE_GRACE_S = 3.0
 PORT_TRIES = 3
 """How many ports are tried: another process may take one after it was chosen, before rank 0 listens."""
 
-GPU_DEVICE = Path("/dev/nvidia0")
+DEVICES = Path("/dev")
 
 MOST_PER_CORE = 8
 """More processes per core than this are worth a warning: each imports torch, and 60 on two cores take minutes."""
@@ -84,8 +84,8 @@ def visible_gpus() -> list[str]:
             return []
         return [gpu for gpu in listed.split(",") if gpu.strip()]
     if not shutil.which("nvidia-smi"):
-        if GPU_DEVICE.exists():
-            what = f"{GPU_DEVICE} is there and nvidia-smi is not in PATH: no GPU is used"
+        if found := next(DEVICES.glob("nvidia[0-9]*"), None):  # a container may have any one of them
+            what = f"{found} is there and nvidia-smi is not in PATH: no GPU is used"
             print(f"warning: {what}; set CUDA_VISIBLE_DEVICES=0,1,... to use them", file=sys.stderr, flush=True)
         return []
     try:
@@ -95,7 +95,13 @@ def visible_gpus() -> list[str]:
     if listing.returncode:
         last = "".join((listing.stdout + listing.stderr).strip().splitlines()[-1:])
         print(f"warning: nvidia-smi -L failed (status {listing.returncode}): {last}", file=sys.stderr, flush=True)
-    return re.findall(r"^GPU (\d+):", listing.stdout, re.MULTILINE)
+    # MIG: CUDA shows one instance of one GPU to a process, and no GPU beside it.
+    gpus = re.findall(r"^GPU (\d+):.*\n(?!\s+MIG)", f"{listing.stdout}\n", re.MULTILINE)
+    if instances := re.findall(r"^\s+MIG .*UUID: (MIG-[^)]*)", listing.stdout, re.MULTILINE):
+        gpus = gpus or instances[:1]
+        what = f"of {len(instances)} MIG instances, each process can use one: this job uses {','.join(gpus)}"
+        print(f"warning: {what}; set CUDA_VISIBLE_DEVICES to choose", file=sys.stderr, flush=True)
+    return gpus
 
 
 def share_out(gpus: list[str], nodes: int) -> list[list[str]]:

@@ -283,7 +283,7 @@ GPU_FAULTS = {
     ),
     "gpus_visible, few": (
         lambda case: case.facts[1]["torch"]["devices"].pop(),
-        "node 1 (n1): 2 processes for 1 GPUs: all would use the CPU; NPROC_PER_NODE=1",
+        "node 1 (n1): 2 processes for 1 GPUs: recipes refuse to start; NPROC_PER_NODE=1",
     ),
     "torch_works, slow": (
         lambda case: case.facts[1]["torch"]["devices"][0].update(tflops=300.0),

@@ -84,21 +84,36 @@ def test_visible_gpus_of_the_environment(monkeypatch, value, gpus):
 def test_visible_gpus_of_the_machine(monkeypatch, tmp_path, capsys):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(local, "GPU_DEVICE", tmp_path / "nvidia0")
+    monkeypatch.setattr(local, "DEVICES", tmp_path)
     assert local.visible_gpus() == []
     assert capsys.readouterr().err == ""
-    local.GPU_DEVICE.touch()
+    (tmp_path / "nvidiactl").touch()
+    (tmp_path / "nvidia3").touch()
     assert local.visible_gpus() == []
-    assert "nvidia0 is there and nvidia-smi is not in PATH: no GPU is used; set " in capsys.readouterr().err
+    assert "nvidia3 is there and nvidia-smi is not in PATH: no GPU is used; set " in capsys.readouterr().err
     write_program(
         tmp_path / "nvidia-smi",
-        '[ "$1" = -L ] && printf "GPU 0: H100 (UUID: a)\\n  MIG 1g: x\\nGPU 1: H100 (UUID: b)\\n"',
+        '[ "$1" = -L ] && printf "GPU 0: H100 (UUID: a)\\nGPU 1: H100 (UUID: b)\\n"',
     )
     assert local.visible_gpus() == ["0", "1"]
     hangs = Mock(side_effect=subprocess.TimeoutExpired("nvidia-smi", 30))
     monkeypatch.setattr(local.subprocess, "run", hangs)
     with pytest.raises(UserError, match="nvidia-smi -L does not answer; fix the driver"):
         local.visible_gpus()
+
+
+@pytest.mark.parametrize(
+    ("second", "gpus"),
+    [("", "MIG-1"), ("GPU 1: H100 (UUID: b)", "1"), ("GPU 1: H100\n  MIG 7g: (UUID: MIG-3)", "MIG-1")],
+)
+def test_of_mig_instances_a_job_uses_one_unless_told_otherwise(monkeypatch, tmp_path, capsys, second, gpus):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    first = "GPU 0: H100 (UUID: a)\n  MIG 1g.10gb Device 0: (UUID: MIG-1)\n  MIG 1g.10gb Device 1: (UUID: MIG-2)"
+    write_program(tmp_path / "nvidia-smi", f"cat <<'END'\n{first}\n{second}\nEND")
+    assert local.visible_gpus() == [gpus]
+    error = capsys.readouterr().err
+    assert f"MIG instances, each process can use one: this job uses {gpus}; set CUDA_VISIBLE_DEVICES" in error
 
 
 def test_an_nvidia_smi_that_fails_is_warned_of(monkeypatch, tmp_path, capsys):
