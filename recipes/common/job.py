@@ -337,7 +337,7 @@ class Job:
             samples=self.position.step * self.args.global_batch_size,
             train_s=self.throughput.timed()["seconds"],
             sent_bytes_per_step=self.throughput.sent_per_step(),
-            peak_memory_bytes=peak_memory_bytes(self.device),
+            peak_memory_bytes=max(map(peak_memory_bytes, self.devices)),
             checkpoints=len(stalls_s),
             checkpoint_stall_s=sum(stalls_s) / max(len(stalls_s), 1),
             **skipped,

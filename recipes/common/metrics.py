@@ -132,7 +132,7 @@ def sent_bytes() -> dict[str, int]:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return this process's peak memory: on the GPU if it has one, else in main memory."""
+    """Return this process's peak memory: what torch has allocated on the GPU, if it has one, else main memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -12,7 +12,7 @@ from statistics import median
 from scripts.bench.figures import Figure, Rounds, ratio
 from scripts.bench.programs import contender
 
-OPTIONS = ("--optimizer", "adamw", "--data", "synthetic", "--image-size", "8")
+OPTIONS = ("--optimizer", "adamw", "--data", "synthetic", "--image-size", "8", "--device", "cpu")
 SMALL = ("--num-samples", "64", "--global-batch-size", "4", "--lr", "0.0001")
 MODELS = ("resnet50", "wide_resnet101_2")
 """Of 26 and 127 million parameters: 0.3 and 1.5 GB with the state of the optimizer."""

@@ -34,7 +34,7 @@ from scripts.launch.command import (
     parse,
     table,
 )
-from scripts.launch.local import assign_gpus
+from scripts.launch.local import assign_gpus, visible_gpus
 from scripts.launch.runs import differences, read_losses, read_metrics
 
 SMALLEST_DIFFERENCE = 1e-9
@@ -174,11 +174,13 @@ def main(argv: list[str]) -> int:
     folder = next_folder("compare")
     for recipe in recipes:
         print(f"--- {recipe}", flush=True)
-        command = [sys.executable, "-m", "scripts.launch.local", recipe]
-        if recipe not in ONE_PROCESS:
+        command, env = [sys.executable, "-m", "scripts.launch.local", recipe], dict(os.environ)
+        if recipe in ONE_PROCESS:  # dataparallel on as many GPUs as the others
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus()[: args.nodes * args.nproc_per_node])
+        else:
             command += [f"--nodes={args.nodes}", f"--nproc-per-node={args.nproc_per_node}"]
         command += ["--", "--runs-dir", str(folder), "--name", recipe, *args.options]
-        status = subprocess.run(command, cwd=ROOT).returncode
+        status = subprocess.run(command, cwd=ROOT, env=env).returncode
         if status:
             print(f"error: {recipe} ended with status {status}; its record is in {folder}", file=sys.stderr)
             return USAGE_STATUS if status == USAGE_STATUS else 1

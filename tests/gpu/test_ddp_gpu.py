@@ -67,7 +67,8 @@ def test_every_gpu_together_equals_one(tmp_path, two_gpus):
 
 
 def test_two_nodes_share_the_gpus_out(tmp_path, two_gpus):
-    local("ddp", 2, GPUS // 2, *words_for(tmp_path, "a", *STEPS)).wait(check=True)
+    env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(GPUS)))}
+    local("ddp", 2, GPUS // 2, *words_for(tmp_path, "a", *STEPS), **env).wait(check=True)
     assert_same_run(tmp_path / "a", train("single", tmp_path, 1, *STEPS), 1e-4)
 
 

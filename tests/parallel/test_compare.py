@@ -1,6 +1,5 @@
 """Recipes side by side: the figures of real runs, and the table and picture that are made of them."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -81,9 +80,9 @@ def test_bad_input_is_refused_before_anything_runs(words, error, capsys):
 def test_a_recipe_gets_a_process_for_each_gpu_as_in_make_run(words, processes, gpus, tmp_path, monkeypatch):
     commands = []
 
-    def run(command, **_):
+    def run(command, env, **_):
         commands.append(command)
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == gpus
+        assert env["CUDA_VISIBLE_DEVICES"] == gpus
         return SimpleNamespace(returncode=1)
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
@@ -91,3 +90,17 @@ def test_a_recipe_gets_a_process_for_each_gpu_as_in_make_run(words, processes, g
     monkeypatch.setattr(compare, "next_folder", lambda kind: tmp_path)
     assert compare.main(["ddp", *words]) == 1
     assert f"--nproc-per-node={processes}" in commands[0]
+
+
+def test_dataparallel_gets_as_many_gpus_as_the_others_together(tmp_path, monkeypatch):
+    seen = []
+
+    def run(command, env, **_):
+        seen.append(env["CUDA_VISIBLE_DEVICES"])
+        return SimpleNamespace(returncode=len(seen) - 1)
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.setattr(compare.subprocess, "run", run)
+    monkeypatch.setattr(compare, "next_folder", lambda kind: tmp_path)
+    assert compare.main(["ddp", "dataparallel", "--nodes", "2", "--nproc-per-node", "1"]) == 1
+    assert seen == ["4,5,6,7", "4,5"]
