@@ -34,7 +34,7 @@ from scripts.launch.command import (
     parse,
     table,
 )
-from scripts.launch.local import assign_gpus, visible_gpus
+from scripts.launch.local import assign_gpus
 from scripts.launch.runs import differences, read_losses, read_metrics
 
 SMALLEST_DIFFERENCE = 1e-9
@@ -166,17 +166,17 @@ def main(argv: list[str]) -> int:
     if not args.recipes:
         raise UserError('RECIPES is empty; for example RECIPES="single ddp"')
     recipes = args.recipes = [check_recipe(name) for name in dict.fromkeys(args.recipes)]
-    gpus = assign_gpus(args.nodes if set(recipes) - set(ONE_PROCESS) else 1, args.options)[0]
-    if not gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nor does a recipe that is one process
-    args.nproc_per_node = args.nproc_per_node or max(1, len(gpus))
+    shares = assign_gpus(args.nodes if set(recipes) - set(ONE_PROCESS) else 1, args.options)
+    gpus = [gpu for share in shares for gpu in share]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # if nodes get none, nor does a recipe that is one process
+    args.nproc_per_node = args.nproc_per_node or max(1, len(shares[0]))
     check_options(recipes, args.options, args.nodes * args.nproc_per_node)
     folder = next_folder("compare")
     for recipe in recipes:
         print(f"--- {recipe}", flush=True)
         command, env = [sys.executable, "-m", "scripts.launch.local", recipe], dict(os.environ)
         if recipe in ONE_PROCESS:  # dataparallel on as many GPUs as the others
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus()[: args.nodes * args.nproc_per_node])
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[: args.nodes * args.nproc_per_node])
         else:
             command += [f"--nodes={args.nodes}", f"--nproc-per-node={args.nproc_per_node}"]
         command += ["--", "--runs-dir", str(folder), "--name", recipe, *args.options]

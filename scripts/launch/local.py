@@ -347,7 +347,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return parse(parser, argv)
 
 
-def assign_gpus(nodes: int, options: Sequence[str] = ()) -> list[list[str]]:
+def assign_gpus(nodes: int, options: Sequence[str]) -> list[list[str]]:
     """Return each node's GPUs; print a warning if there are some, but not one for each node."""
     gpus = visible_gpus()
     shares = share_out(gpus, nodes)

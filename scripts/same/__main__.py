@@ -252,7 +252,7 @@ def join(items: Iterable[object]) -> str:
 def main(argv: list[str]) -> int:
     """Run, print the table and the verdict, and return the exit status."""
     args = parse_args(argv)
-    script_job.hide_gpus_unless(max(args.sizes))
+    script_job.choose_gpus(max(args.sizes))
     with temporary_folder() as folder:
         session = Session(args, Path(folder))
         session.examine()

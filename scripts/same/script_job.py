@@ -24,17 +24,18 @@ FAILURE_GRACE_S = 10.0
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
-def hide_gpus_unless(count: int) -> None:
-    """Let no run use this machine's GPUs, and say so, if there are some, but fewer than `count`.
+def choose_gpus(count: int) -> None:
+    """Choose the GPUs of all runs: this machine's or, if there are some, but fewer than `count`, none; say so.
 
     One process on a GPU and several on CPUs would differ by more than rounding.
     """
-    gpus = len(visible_gpus())
-    if 0 < gpus < count:
-        what = f"up to {count} processes and {gpus} GPU{'s' * (gpus > 1)}: all runs use CPUs"
-        fix = f"; WORLD_SIZES up to {gpus} use GPUs" * (gpus > 1)
+    gpus = visible_gpus()
+    if 0 < len(gpus) < count:
+        what = f"up to {count} processes and {len(gpus)} GPU{'s' * (len(gpus) > 1)}: all runs use CPUs"
+        fix = f"; WORLD_SIZES up to {len(gpus)} use GPUs" * (len(gpus) > 1)
         print(f"warning: {what}{fix}", file=sys.stderr, flush=True)
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        gpus = []
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # so that runs do not ask nvidia-smi again
 
 
 def run(

@@ -121,6 +121,15 @@ def set_in(part, **values):
     return lambda case: case.facts[1][part].update(values)
 
 
+def see_no_gpus(visible):
+    """Return a fault: torch sees no GPU on node 1, where CUDA_VISIBLE_DEVICES is `visible`."""
+    faults = (
+        set_in("torch", devices=facts(1)["torch"]["devices"]),
+        set_in("variables", CUDA_VISIBLE_DEVICES=visible),
+    )
+    return lambda case: [plant(case) for plant in faults]
+
+
 FAULTS = {
     "attendance": (lambda case: case.facts.pop(2), "node 2 did not connect to n0:29500 within 60 s"),
     "attendance, refused": (
@@ -253,10 +262,7 @@ GPU_FAULTS = {
         "node 1 (n1): nvidia-smi lists 2 GPUs and torch 2.14.1 sees none; ask for GPUs; with MIG,",
     ),
     "gpus_visible, named": (
-        lambda case: [
-            case.facts[1]["torch"].update(devices=facts(1)["torch"]["devices"]),
-            case.facts[1]["variables"].update(CUDA_VISIBLE_DEVICES="2,3"),
-        ],
+        see_no_gpus("2,3"),
         "lists 2 GPUs and torch 2.14.1 sees none; CUDA_VISIBLE_DEVICES is '2,3': correct it",
     ),
     "gpus_visible, CPU torch": (
@@ -264,10 +270,7 @@ GPU_FAULTS = {
         "nvidia-smi lists 2 GPUs and torch 2.14.1 sees none; install a torch with CUDA",
     ),
     "gpus_visible, hidden": (
-        lambda case: [
-            case.facts[1]["torch"].update(devices=facts(1)["torch"]["devices"]),
-            case.facts[1]["variables"].update(CUDA_VISIBLE_DEVICES=""),
-        ],
+        see_no_gpus(""),
         "node 1 (n1): nvidia-smi lists 2 GPUs and CUDA_VISIBLE_DEVICES is '': all use the CPU; unset it, or",
     ),
     "gpus_visible, driver": (

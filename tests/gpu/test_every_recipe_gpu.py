@@ -6,13 +6,13 @@ NCCL refuses two ranks on one GPU, so they exchange over gloo. Everything but NC
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from scripts.launch.local import visible_gpus
 from tests.conftest import need_gpus, need_horovod, require
 from tests.parallel import test_minimal as minimal
 from tests.support import ROOT, Ranks, accuracies, largest_difference, losses, run_ranks, train, weights, words_for
@@ -38,6 +38,9 @@ SHARED = {
     "tensor": ("--tensor-parallel", "2"),
 }
 """The same with two ranks. Horovod is missing: between GPUs it exchanges only over NCCL."""
+
+FIRST = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+"""The first GPU, as CUDA_VISIBLE_DEVICES names it."""
 
 
 @dataclass
@@ -106,7 +109,7 @@ def need_own_library(recipe):
 def test_one_gpu_equals_the_cpu(tmp_path, cpu, recipe):
     need_own_library(recipe)
     words = (*STEPS, "--device", "cuda", *ALONE[recipe])
-    assert_same_run(train(recipe, tmp_path, 1, *words, CUDA_VISIBLE_DEVICES=visible_gpus()[0]), cpu)
+    assert_same_run(train(recipe, tmp_path, 1, *words, CUDA_VISIBLE_DEVICES=FIRST), cpu)
 
 
 @pytest.mark.parametrize("recipe", SHARED)
@@ -152,7 +155,7 @@ def test_a_page_on_one_gpu_has_the_cpus_curve(tmp_path, page):
     need_own_library(page)
     argv, started = minimal.options_of(page, 1, 1)
     run = functools.partial(minimal.run, page, world_size=started, argv=["--epochs", "2", *argv])
-    on_gpu = run(tmp_path / "gpu", CUDA_VISIBLE_DEVICES=visible_gpus()[0])
+    on_gpu = run(tmp_path / "gpu", CUDA_VISIBLE_DEVICES=FIRST)
     on_cpu = run(tmp_path / "cpu", CUDA_VISIBLE_DEVICES="")
     assert len(on_gpu.losses) == 44
     assert on_gpu.losses == pytest.approx(on_cpu.losses, rel=TF32)

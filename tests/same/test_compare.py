@@ -202,7 +202,7 @@ def test_who_waits_at_a_terminal_sees_each_run(monkeypatch, tmp_path, capsys, is
 )
 def test_all_runs_use_gpus_or_none_does(monkeypatch, capsys, gpus, said):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-    script_job.hide_gpus_unless(3)
+    script_job.choose_gpus(3)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if said else gpus)
     assert capsys.readouterr().err == said
 
