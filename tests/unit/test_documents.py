@@ -36,7 +36,7 @@ TARGETS = re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.MULTILINE)
 RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
 
 OTHERS_FLAGS = {
-    *("--max-restarts", "--gloo", "--check-build"),  # torchrun, horovodrun
+    *("--max-restarts", "--master-addr", "--master-port", "--gloo", "--check-build"),  # torchrun, horovodrun
     *("--array", "--container-image", "--exclusive", "--export", "--gres", "--hint"),  # Slurm
     *("--kill-on-bad-exit", "--list-reasons", "--mem-bind", "--mpi", "--ntasks-per-node", "--signal"),
     *("--shm-size", "--zstd", "--max-count"),  # docker, tar, grep
