@@ -710,7 +710,7 @@ def test_the_documented_defaults_are_those_of_the_options():
     args, _ = command.parse_args(["ddp"])
     documented = re.findall(r"`--([a-z-]+)` \(([\w.]+)\)", (ROOT / "docs" / "plan.md").read_text())
     assert {name: str(getattr(args, name.replace("-", "_"))) for name, _ in documented} == dict(documented)
-    assert {"local-batch-size", "utilisation", "gpu-type"} == set(dict(documented))
+    assert {"local-batch-size", "utilisation", "gpu-type", "price"} == set(dict(documented))
     assert f"`--mtbf-gpu-hours` is {args.mtbf_gpu_hours:,.0f} by default" in (ROOT / "docs/plan.md").read_text()
 
 
