@@ -89,6 +89,11 @@ def expand(text: str, known: dict[str, str]) -> str:
     )
 
 
+def recipe_for(kind: str) -> str:
+    """Return a recipe that a kind of job runs."""
+    return {"mpijob": "horovod", "doctor": "probe"}.get(kind, "ddp")
+
+
 def named(documents: list[Document], kind: str) -> Document:
     """Return the document of a kind."""
     return next(document for document in documents if document["kind"] == kind)

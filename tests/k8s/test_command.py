@@ -18,7 +18,7 @@ from k8s.manifest import KINDS, load, pod_templates
 from recipes.common.errors import UserError
 from tests.conftest import require
 from tests.k8s import simulation
-from tests.support import ROOT, Command, run_command, wait_until, write_program
+from tests.support import ROOT, Command, Result, run_command, wait_until, write_program
 
 RESULT = "result recipe=ddp world_size=2 test_accuracy=0.9806 samples_per_s=15686\n"
 NO_EVENTS = [{"out": {"items": []}}]
@@ -55,31 +55,44 @@ def pods(*items):
     return {"out": {"items": list(items)}}
 
 
-class Played:
-    """A run of k8s.apply against recorded answers."""
-
-    def __init__(self, folder, play, *argv):
-        self.calls_file = folder / "calls.jsonl"
-        (folder / "play.json").write_text(json.dumps(play))
-        self.command = Command(
-            *(sys.executable, "-m", "k8s.apply", *argv),
-            KUBECTL=str(ROOT / "tests" / "stand_in" / "kubectl"),
-            STAND_IN_PLAY=str(folder / "play.json"),
-            STAND_IN_CALLS=str(self.calls_file),
-            K8S_POLL_S="0.02",
-        )
-
-    def wait(self):
-        return self.command.wait()
-
-    @property
-    def calls(self):
-        lines = self.calls_file.read_text().splitlines() if self.calls_file.exists() else []
-        return [json.loads(line) for line in lines]
+def stand_in(folder, answers):
+    """Write the answers of a stand-in for kubectl; return the variables with which it is used."""
+    (folder / "play.json").write_text(json.dumps(answers))
+    files = {"STAND_IN_PLAY": str(folder / "play.json"), "STAND_IN_CALLS": str(folder / "calls.jsonl")}
+    return {"KUBECTL": str(ROOT / "tests/stand_in/kubectl"), **files}
 
 
-def without_kubectl(*argv, **env):
-    return run_command(sys.executable, "-m", "k8s.apply", *argv, KUBECTL="no-such-kubectl", **env)
+def calls(folder):
+    """Return the calls that the stand-in has got."""
+    path = folder / "calls.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def start(folder, answers, *argv):
+    """Start the command against recorded answers."""
+    own = stand_in(folder, answers)
+    return Command(sys.executable, "-m", "k8s.apply", *argv, **own, K8S_POLL_S="0.02")
+
+
+@pytest.fixture
+def run(monkeypatch, capfd):
+    """Return a function that runs the command in this process, where there is no kubectl."""
+    monkeypatch.setenv("KUBECTL", "no-such-kubectl")
+    return lambda *argv: Result(apply.main(argv), *capfd.readouterr())
+
+
+@pytest.fixture
+def play(run, tmp_path, monkeypatch):
+    """Return a function that runs it against recorded answers."""
+    monkeypatch.setattr(apply, "POLL_S", 0.02)
+    monkeypatch.setattr(apply, "LONG_POLL_S", 0.1)
+
+    def played(answers, *argv):
+        for name, value in stand_in(tmp_path, answers).items():
+            monkeypatch.setenv(name, value)
+        return run(*argv)
+
+    return played
 
 
 def success():
@@ -98,51 +111,48 @@ def success():
 
 
 def test_a_run_ends_with_its_result_line(tmp_path):
-    played = Played(tmp_path, success(), "ddp", "--nodes", "2", "--namespace", "team", "--", "--epochs", "3")
-    result = played.wait()
+    words = ("ddp", "--nodes", "2", "--namespace", "team", "--", "--epochs", "3")
+    result = start(tmp_path, success(), *words).wait()
     assert (result.status, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
     assert lines[0] == "job ddp: ddp on 2 nodes as Job"
     assert lines[1].startswith("waiting, 900 s at most: 0 of 2 pods are there")
     assert lines[-1] + "\n" == RESULT
-    assert all(call["argv"][0] == "--namespace=team" for call in played.calls)
-    applied = list(yaml.safe_load_all(played.calls[0]["stdin"]))
+    assert all(call["argv"][0] == "--namespace=team" for call in calls(tmp_path))
+    applied = list(yaml.safe_load_all(calls(tmp_path)[0]["stdin"]))
     assert [document["kind"] for document in applied] == ["Service", "Job"]
     args = applied[1]["spec"]["template"]["spec"]["containers"][0]["args"]
     assert args[-2:] == ["--epochs", "3"]
-    logs = next(call["argv"] for call in played.calls if "logs" in call["argv"])
+    logs = next(call["argv"] for call in calls(tmp_path) if "logs" in call["argv"])
     assert logs[1:] == ["logs", "--follow", "ddp-0-abcde", "--container=trainer"]
 
 
-@pytest.mark.slow
-def test_a_job_that_has_ended_before_the_first_look_shows_its_log(tmp_path):
-    play = success()
-    play["get jobs.batch ddp"], play["get pods"] = [job("Complete")], [pods(pod(SUCCESS), pod(SUCCESS, 1))]
-    result = Played(tmp_path, play, "ddp").wait()
+def test_a_job_that_has_ended_before_the_first_look_shows_its_log(play):
+    ended = {"get jobs.batch ddp": [job("Complete")], "get pods": [pods(pod(SUCCESS), pod(SUCCESS, 1))]}
+    result = play(success() | ended, "ddp")
     assert (result.status, result.stdout.splitlines()[-1] + "\n") == (0, RESULT)
 
 
-def test_a_failed_job_ends_with_the_status_of_node_0(tmp_path):
-    play = success()
-    play["get jobs.batch ddp"][-1] = job("Failed")
-    play["get pods"][-1] = pods(pod({"terminated": {"exitCode": 2}}))
-    result = Played(tmp_path, play, "ddp").wait()
+def test_a_failed_job_ends_with_the_status_of_node_0(play):
+    answers = success()
+    answers["get jobs.batch ddp"][-1] = job("Failed")
+    answers["get pods"][-1] = pods(pod({"terminated": {"exitCode": 2}}))
+    result = play(answers, "ddp")
     assert (result.status, result.errors) == (2, ["error: the job ddp has failed: why"])
 
 
-@pytest.mark.slow
-def test_a_pod_that_starts_again_is_followed_again(tmp_path):
-    play = success()
+def test_a_pod_that_starts_again_is_followed_again(play, tmp_path):
+    answers = success()
     stopped, second = pod({"terminated": {"exitCode": 143}}), pod(RUNNING, restarts=1)
     ended = pod(SUCCESS, restarts=1)
-    play["get jobs.batch ddp"] = [job()] * 6 + [job("Complete")]
-    play["get pods"] = [pods(pod(RUNNING)), *[pods(stopped)] * 2, pods(second), pods(ended)]
-    play["logs"] = [{"out": "stopped\n"}, {"out": RESULT}]
-    played = Played(tmp_path, play, "ddp")
-    result = played.command.wait(check=True)
+    answers["get jobs.batch ddp"] = [job()] * 6 + [job("Complete")]
+    answers["get pods"] = [pods(pod(RUNNING)), *[pods(stopped)] * 2, pods(second), pods(ended)]
+    answers["logs"] = [{"out": "stopped\n"}, {"out": RESULT}]
+    result = play(answers, "ddp")
+    assert result.status == 0, result.stderr
     assert "stopped\n" in result.stdout
     assert result.stdout.endswith(RESULT)
-    assert sum("logs" in call["argv"] for call in played.calls) == 2
+    assert sum("logs" in call["argv"] for call in calls(tmp_path)) == 2
 
 
 NO_PLACE = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
@@ -184,9 +194,9 @@ NO_IMAGE = (
         ),
     ],
 )
-def test_a_pod_that_cannot_start_is_one_line(tmp_path, found, expected):
-    play = {"create": [{}], "get jobs.batch ddp": [job()], "get pods": [pods(found)], "get events": NO_EVENTS}
-    result = Played(tmp_path, play, "ddp", "--start-timeout-s", "1").wait()
+def test_a_pod_that_cannot_start_is_one_line(play, found, expected):
+    answers = {"create": [{}], "get jobs.batch ddp": [job()], "get pods": [pods(found)], "get events": NO_EVENTS}
+    result = play(answers, "ddp", "--start-timeout-s", "1")
     assert (result.status, result.stderr) == (2, f"error: {expected}\n")
 
 
@@ -211,17 +221,14 @@ def test_a_pod_that_cannot_start_is_one_line(tmp_path, found, expected):
         ),
     ],
 )
-def test_pods_that_are_not_made_are_one_line(tmp_path, message, expected):
-    old = {
-        "involvedObject": {"name": "ddp"},
-        "message": "exceeded quota: old",
-        "lastTimestamp": "2026-01-01T00:00:00Z",
-    }
-    new = {"involvedObject": {"name": "ddp"}, "message": message, "lastTimestamp": "2026-01-01T00:00:02Z"}
+def test_pods_that_are_not_made_are_one_line(play, message, expected):
+    first, third = "2026-01-01T00:00:00Z", "2026-01-01T00:00:02Z"
+    old = {"involvedObject": {"name": "ddp"}, "message": "exceeded quota: old", "lastTimestamp": first}
+    new = {"involvedObject": {"name": "ddp"}, "message": message, "lastTimestamp": third}
     events = {"items": [{**new, "involvedObject": {"name": "other"}, "message": "exceeded quota"}, old, new]}
     created = {"out": {"metadata": {"creationTimestamp": "2026-01-01T00:00:01Z"}}}
-    play = {"create": [{}], "get jobs.batch ddp": [created], "get pods": [pods()], "get events": [{"out": events}]}
-    result = Played(tmp_path, play, "ddp").wait()
+    answers = {"create": [{}], "get jobs.batch ddp": [created], "get pods": [pods()]}
+    result = play(answers | {"get events": [{"out": events}]}, "ddp")
     assert (result.status, result.stderr) == (2, f"error: {message}; {expected}{REMOVES}\n")
 
 
@@ -240,22 +247,18 @@ def test_an_event_of_the_second_in_which_the_job_was_created_is_its_own():
     assert apply.created_problem([event], "ddp", "2026-01-01T00:00:02Z") is None
 
 
-def test_a_user_who_may_not_read_events_follows_a_job(tmp_path):
+def test_a_user_who_may_not_read_events_follows_a_job(play, tmp_path):
     refused = {"err": "Error from server (Forbidden): events is forbidden: no right to list\n", "status": 1}
-    played = Played(tmp_path, {**success(), "get events": [refused]}, "ddp", "--nodes", "2")
-    result = played.wait()
+    result = play({**success(), "get events": [refused]}, "ddp", "--nodes", "2")
     assert (result.status, result.stderr) == (0, "")
-    assert any("events" in call["argv"] for call in played.calls)
+    assert any("events" in call["argv"] for call in calls(tmp_path))
     assert "does not answer" not in result.stdout
 
 
-def test_a_fault_of_another_pod_ends_the_wait_of_the_first(tmp_path):
-    play = success()
-    play["get jobs.batch ddp"] = [job()]
+def test_a_fault_of_another_pod_ends_the_wait_of_the_first(play):
     gone = pod(waiting("ErrImagePull", "r/ddp:1: not found"), 1)
-    play["get pods"] = [pods(pod(RUNNING)), pods(pod(RUNNING), gone)]
-    play["logs"] = [{"out": "node 0 waits\n", "sleep_s": 600}]
-    result = Played(tmp_path, play, "ddp").wait()
+    answers = {"get jobs.batch ddp": [job()], "get pods": [pods(pod(RUNNING)), pods(pod(RUNNING), gone)]}
+    result = play(success() | answers | {"logs": [{"out": "node 0 waits\n", "sleep_s": 600}]}, "ddp")
     assert result.status == 2
     assert result.errors[0].startswith("error: ddp-1-abcde cannot get the image")
 
@@ -285,9 +288,8 @@ def test_a_fault_of_another_pod_ends_the_wait_of_the_first(tmp_path):
         ),
     ],
 )
-def test_a_job_that_is_not_taken_is_one_line(tmp_path, said, expected):
-    play = {"create": [{"err": said, "status": 1}], "delete": [{}]}
-    result = Played(tmp_path, play, "ddp", "--kind", "pytorchjob").wait()
+def test_a_job_that_is_not_taken_is_one_line(play, said, expected):
+    result = play({"create": [{"err": said, "status": 1}], "delete": [{}]}, "ddp", "--kind", "pytorchjob")
     assert (result.status, result.stderr) == (2, f"error: {expected}\n")
 
 
@@ -317,19 +319,16 @@ IS_DELETED = "; what it had created is deleted"
     ],
     ids=["job", "service", "nothing", "forbidden", "webhook"],
 )
-def test_a_half_of_a_job_is_taken_back_and_nothing_else(tmp_path, created, said, expected):
+def test_a_half_of_a_job_is_taken_back_and_nothing_else(play, tmp_path, created, said, expected):
     """Objects are found by this call's label; an earlier job of the same name has none, or another."""
-    play = {
-        "create": [{"out": f"{created} created\n" if created else "", "err": said, "status": 1}],
-        "delete": [{"out": f"{created} deleted\n" if created else ""}],
-    }
-    played = Played(tmp_path, play, "ddp", "--namespace", "team")
-    result = played.wait()
+    done, undone = (f"{created} {verb}\n" if created else "" for verb in ("created", "deleted"))
+    answers = {"create": [{"out": done, "err": said, "status": 1}], "delete": [{"out": undone}]}
+    result = play(answers, "ddp", "--namespace", "team")
     expected = expected.replace("NAME=ddp,", "NAME=ddp NAMESPACE=team,") + (IS_DELETED if created else "")
     assert (result.status, result.stderr) == (2, f"error: {expected}\n")
-    made = yaml.safe_load_all(played.calls[0]["stdin"])
+    made = yaml.safe_load_all(calls(tmp_path)[0]["stdin"])
     [attempt] = {one["metadata"]["labels"]["cluster-recipes/attempt"] for one in made}
-    deleted = [call["argv"][2:] for call in played.calls if "delete" in call["argv"]]
+    deleted = [call["argv"][2:] for call in calls(tmp_path) if "delete" in call["argv"]]
     options = [f"--selector=cluster-recipes/attempt={attempt}", "--ignore-not-found", "--wait=false"]
     assert deleted == [["Service", *options], ["Job.v1.batch", *options]]
 
@@ -393,17 +392,14 @@ def test_ctrl_c_before_the_job_is_made_has_no_traceback(monkeypatch):
 
 
 def test_ctrl_c_leaves_the_job(tmp_path):
-    play = success()
-    play["get jobs.batch ddp"] = [job()]
-    play["get pods"] = [pods(pod(RUNNING))]
-    play["logs"] = [{"sleep_s": 60}]
-    played = Played(tmp_path, play, "ddp", "--namespace=team")
-    wait_until(lambda: any("logs" in call["argv"] for call in played.calls), 20, "kubectl logs")
-    played.command.process.send_signal(signal.SIGINT)
-    result = played.wait()
+    running = {"get jobs.batch ddp": [job()], "get pods": [pods(pod(RUNNING))], "logs": [{"sleep_s": 60}]}
+    command = start(tmp_path, success() | running, "ddp", "--namespace=team")
+    wait_until(lambda: any("logs" in call["argv"] for call in calls(tmp_path)), 20, "kubectl logs")
+    command.process.send_signal(signal.SIGINT)
+    result = command.wait()
     assert result.status == 130
     assert result.stderr.endswith("the job goes on; make k8s-delete NAME=ddp NAMESPACE=team ends it\n")
-    assert not any("delete" in call["argv"] for call in played.calls)
+    assert not any("delete" in call["argv"] for call in calls(tmp_path))
 
 
 JOB_GONE, SERVICE_GONE = 'job.batch "mine" deleted\n', 'service "mine" deleted\n'
@@ -411,16 +407,15 @@ FORBIDDEN = 'Error from server (Forbidden): jobsets.jobset.x-k8s.io is forbidden
 NO_POLICIES = FORBIDDEN.replace("jobsets.jobset.x-k8s.io", "networkpolicies.networking.k8s.io")
 
 
-def test_delete_takes_all_kinds_and_no_volume(tmp_path):
+def test_delete_takes_all_kinds_and_no_volume(play, tmp_path):
     unknown = {"err": 'error: the server doesn\'t have a resource type "pytorchjobs"\n', "status": 1}
-    play = {"delete jobs.batch": [{"out": JOB_GONE}], "delete services": [{"out": SERVICE_GONE}]}
-    played = Played(tmp_path, {**play, "delete": [unknown]}, "--delete", "mine")
-    result = played.wait()
+    answers = {"delete jobs.batch": [{"out": JOB_GONE}], "delete services": [{"out": SERVICE_GONE}]}
+    result = play({**answers, "delete": [unknown]}, "--delete", "mine")
     assert (result.status, result.stdout, result.stderr) == (0, JOB_GONE + SERVICE_GONE, "")
-    deleted = [call["argv"][1] for call in played.calls]
-    assert {kind.resource for kind in KINDS.values()} < set(deleted)
-    assert not any("volume" in word for call in played.calls for word in call["argv"])
-    assert all("app.kubernetes.io/instance=mine" in call["argv"][2] for call in played.calls)
+    deleted = [call["argv"] for call in calls(tmp_path)]
+    assert {kind.resource for kind in KINDS.values()} < {argv[1] for argv in deleted}
+    assert not any("volume" in word for argv in deleted for word in argv)
+    assert all("app.kubernetes.io/instance=mine" in argv[2] for argv in deleted)
 
 
 @pytest.mark.parametrize(
@@ -435,10 +430,10 @@ def test_delete_takes_all_kinds_and_no_volume(tmp_path):
         ({}, {}, (2, "", "error: there is no job named mine in this namespace\n")),
     ],
 )
-def test_delete_needs_no_right_to_what_the_job_has_not(tmp_path, deleted, refused, expected):
-    play = {f"delete {kind}": [{"out": said}] for kind, said in deleted.items()}
-    play |= {f"delete {kind}".strip(): [{"err": said, "status": 1}] for kind, said in refused.items()}
-    result = Played(tmp_path, {**play, "delete": play.get("delete", [{}])}, "--delete", "mine").wait()
+def test_delete_needs_no_right_to_what_the_job_has_not(play, deleted, refused, expected):
+    answers = {f"delete {kind}": [{"out": said}] for kind, said in deleted.items()}
+    answers |= {f"delete {kind}".strip(): [{"err": said, "status": 1}] for kind, said in refused.items()}
+    result = play({**answers, "delete": answers.get("delete", [{}])}, "--delete", "mine")
     assert (result.status, result.stdout, result.stderr) == expected
 
 
@@ -465,26 +460,23 @@ def test_delete_needs_no_right_to_what_the_job_has_not(tmp_path, deleted, refuse
         ),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_asked(argv, words):
-    assert words in without_kubectl(*argv).refusal
+def test_bad_input_is_refused_before_anything_is_asked(run, argv, words):
+    assert words in run(*argv).refusal
 
 
 @pytest.mark.parametrize(
-    ("argv", "env"),
-    [
-        (["ddp", "--", "--config=/data/of-the-volume.yaml", "--shuffle-block=8"], {}),
-        (["ddp", "--", "--out={run_dir}"], {"SCRIPT": "/data/train.py"}),
-    ],
+    ("options", "script"),
+    [(["--config=/data/of-the-volume.yaml", "--shuffle-block=8"], ""), (["--out={run_dir}"], "/data/train.py")],
 )
-def test_options_that_only_the_pods_can_check_are_left_to_them(argv, env):
-    result = without_kubectl("--render", *argv, **env)
+def test_options_that_only_the_pods_can_check_are_left_to_them(run, monkeypatch, options, script):
+    monkeypatch.setenv("SCRIPT", script)
+    result = run("--render", "ddp", "--", *options)
     assert (result.status, result.stderr) == (0, "")
 
 
-def test_without_kubectl():
-    result = without_kubectl("ddp")
-    expected = "error: no-such-kubectl not found; install kubectl, or set KUBECTL to its path\n"
-    assert (result.status, result.stderr) == (2, expected)
+def test_without_kubectl(run):
+    expected = "error: no-such-kubectl not found; install kubectl, or set KUBECTL to its path"
+    assert run("ddp").refusal == expected
 
 
 def test_a_kubectl_that_is_none_is_one_line(tmp_path, monkeypatch):
@@ -499,9 +491,9 @@ def test_a_kubectl_that_is_none_is_one_line(tmp_path, monkeypatch):
     assert str(raised.value) == f"cannot run {kubectl}: Exec format error"
 
 
-def test_render_prints_what_would_be_created():
+def test_render_prints_what_would_be_created(run):
     own = ["--kind", "jobset", "--nodes", "3", "--gpus", "8", "--name", "mine", "--render"]
-    result = without_kubectl("scratch", *own, "--", "--lr=1")
+    result = run("scratch", *own, "--", "--lr=1")
     assert (result.status, result.stderr) == (0, "")
     (jobset,) = yaml.safe_load_all(result.stdout)
     spec = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
@@ -648,19 +640,17 @@ REFUSED = {"err": "The connection to the server 10.0.0.1:6443 was refused\n", "s
 BUSY_SERVER = {"err": "Error from server (ServiceUnavailable): etcdserver: leader changed\n", "status": 1}
 
 
-@pytest.mark.slow
-def test_a_cluster_that_does_not_answer_for_a_moment_ends_nothing(tmp_path):
+def test_a_cluster_that_does_not_answer_for_a_moment_ends_nothing(play, tmp_path):
     """Calls fail before node 0 runs and while its log is followed; the log's connection breaks too."""
-    play = success()
-    play["get jobs.batch ddp"] = [REFUSED, job(), BUSY_SERVER, job(), job(), job(), job("Complete")]
-    play["get pods"] = [REFUSED, *play["get pods"][:3], REFUSED, BUSY_SERVER, *play["get pods"][2:]]
-    play["logs"] = [{"out": "run runs/ddp\n", "sleep_s": 0.3, "status": 1}, {"out": RESULT}]
-    played = Played(tmp_path, play, "ddp")
-    result = played.wait()
+    answers = success()
+    answers["get jobs.batch ddp"] = [REFUSED, job(), BUSY_SERVER, job(), job(), job(), job("Complete")]
+    answers["get pods"] = [REFUSED, *answers["get pods"][:3], REFUSED, BUSY_SERVER, *answers["get pods"][2:]]
+    answers["logs"] = [{"out": "run runs/ddp\n", "sleep_s": 0.3, "status": 1}, {"out": RESULT}]
+    result = play(answers, "ddp")
     assert (result.status, result.stderr) == (0, "")
     assert result.stdout.endswith(RESULT)
     assert "the cluster does not answer (kubectl reaches no cluster (The connection to " in result.stdout
-    first, second = (call["argv"] for call in played.calls if "logs" in call["argv"])
+    first, second = (call["argv"] for call in calls(tmp_path) if "logs" in call["argv"])
     assert second[:-1] == first
     assert second[-1].startswith("--since=")
 
@@ -723,7 +713,7 @@ def test_in_a_real_cluster(kind):
         "K8S_E2E and KUBECONFIG are not set",
         "see k8s/README.md for a small cluster, then K8S_E2E=1 make test-all ARGS=tests/k8s",
     )
-    recipe = {"mpijob": "horovod", "doctor": "probe"}.get(kind, "ddp")
+    recipe = simulation.recipe_for(kind)
     name = f"e2e-{kind}"
     options = [] if recipe == "probe" else ["--max-steps=2", "--overwrite", "--resume=none"]
     nodes = "1" if recipe == "probe" else "2"  # the doctor needs a machine for each node

@@ -11,8 +11,7 @@ ALL = range(NODES)
 
 
 def spec_of(kind, nodes=NODES):
-    recipe = {"mpijob": "horovod", "doctor": "probe"}.get(kind, "ddp")
-    documents = render(Request(kind, recipe, "mine", nodes=nodes))
+    documents = render(Request(kind, simulation.recipe_for(kind), "mine", nodes=nodes))
     return next(one for one in documents if one["kind"] != "Service")["spec"]
 
 

@@ -20,6 +20,7 @@ from recipes.common.errors import UserError
 from scripts.launch.recipe_options import read_option
 from tests.conftest import require
 from tests.k8s import schemas, simulation
+from tests.k8s.simulation import recipe_for
 from tests.support import ROOT
 
 FILES = sorted(path.name for path in ROOT.glob("k8s/*.yaml") if path.name != "kustomization.yaml")
@@ -28,10 +29,6 @@ VOCABULARY = {"NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_ADDR", "MASTER_PO
 VOCABULARY |= {"FABRIC", "RDZV_TIMEOUT_S", "RDZV_ID", "STOPPED_STATUS", "MIN_NODES", "MAX_RESTARTS"}  # optional
 VOCABULARY |= {"NODE_NAME", "SSH_OPTIONS", "CPU_REQUEST"}  # used only in manifests
 CUSTOM = [name for name in FILES if name not in ("cluster.yaml", "indexed-job.yaml", "doctor.yaml")]
-
-
-def recipe_for(kind):
-    return {"mpijob": "horovod", "doctor": "probe"}.get(kind, "ddp")
 
 
 def check_faults(name, documents):
