@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from tests.support import (
-    Ranks,
     accuracies,
     largest_difference,
     losses,
@@ -52,8 +51,3 @@ def test_make_run_starts_one_process_where_there_are_several_gpus(tmp_path):
     command = [sys.executable, "-m", "scripts.launch.local", "dataparallel", "--", *options]
     done = run_command(*command, CUDA_VISIBLE_DEVICES="0,1", check=True)
     assert "result recipe=dataparallel world_size=1 " in done.stdout
-
-
-def test_bad_input_is_one_line(tmp_path):
-    argv = ["--runs-dir", str(tmp_path), "--model", "lenett"]
-    assert "did you mean 'lenet'" in Ranks("dataparallel", argv, 1, tmp_path / "out").wait().refusal
