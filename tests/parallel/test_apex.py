@@ -6,7 +6,6 @@ Backward does the same to the gradients: 30 lie on the way to an update. The tol
 which all of them err in the same direction.
 """
 
-import contextlib
 import functools
 import itertools
 import json
@@ -24,10 +23,17 @@ from recipes.common.checkpoint.checkpoint import CheckpointFolder
 from recipes.common.data import load_data
 from recipes.common.errors import UserError
 from recipes.common.models.models import build_model
-from recipes.common.process.entry import run_main
-from scripts.launch.local import free_port
 from tests import support
-from tests.support import Ranks, largest_difference, losses, newest_checkpoint, run_ranks, train, weights
+from tests.support import (
+    Ranks,
+    largest_difference,
+    losses,
+    newest_checkpoint,
+    run_ranks,
+    train,
+    weights,
+    words_for,
+)
 
 U = torch.finfo(torch.bfloat16).eps / 2
 LOSS_TOLERANCE = 15 * U  # 0.059
@@ -39,17 +45,10 @@ STEPS = ("--max-steps", str(NUM_STEPS), "--seed", "1", "--warmup-steps", "1", "-
 
 @pytest.fixture(scope="module")
 def apex(tmp_path_factory):
-    """Return a function that runs the recipe at a level and world size, once."""
-    runs = {}
-
-    def run(level, world_size=2):
-        key = (level, world_size)
-        if key not in runs:
-            folder = tmp_path_factory.mktemp(f"{level}-{world_size}")
-            runs[key] = train("apex", folder, world_size, "--opt-level", level, *STEPS)
-        return runs[key]
-
-    return run
+    """Return a function that returns the recipe's run at a level and world size; each is trained once."""
+    folder = tmp_path_factory.mktemp("apex")
+    run = functools.cache(lambda level, n: train("apex", folder / level, n, "--opt-level", level, *STEPS))
+    return lambda level, world_size=2: run(level, world_size)
 
 
 def first_weights():
@@ -202,36 +201,26 @@ def spoil_float16():
     spoil_gradients()
 
 
-def run_changed(change, argv, env, folder):
-    """Run one rank of the recipe after change(); write its output and the stand-in's recorded calls to files."""
-    os.environ.update(env)
-    torch.set_num_threads(1)
+def note_events(change, folder):
+    """Change this rank, and make it write the calls that the stand-in has recorded at its end."""
     change()
-    with (
-        open(folder / f"rank{env['RANK']}.txt", "w") as output,
-        contextlib.redirect_stdout(output),
-        contextlib.redirect_stderr(output),
-    ):
-        status = run_main(lambda: recipe.main(argv))
-    events = sys.modules["apex"].EVENTS if "apex" in sys.modules else []
-    (folder / f"events{env['RANK']}.json").write_text(json.dumps(events))
-    sys.exit(status)
+    main = recipe.main
+
+    def noting(argv):
+        try:
+            return main(argv)
+        finally:
+            events = sys.modules["apex"].EVENTS if "apex" in sys.modules else []
+            (folder / f"events{os.environ['RANK']}.json").write_text(json.dumps(events))
+
+    recipe.main = noting
 
 
 def train_changed(change, folder, name, world_size, *argv, status=0):
     """Train with a changed recipe; return the run's folder and rank 0's calls to the stand-in."""
-    shared = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "GLOO_SOCKET_IFNAME": "lo"}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    words = ["--runs-dir", str(folder), "--name", name, "--log-every", "1", "--no-tensorboard", *argv]
-    processes = []
-    for rank in range(world_size):
-        env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        processes.append(support._context.Process(target=run_changed, args=(change, words, env, folder)))
-        processes[-1].start()
-    for process in processes:
-        process.join(support.TIMEOUT_S)
-        process.kill()
-    assert [process.exitcode for process in processes] == [status] * world_size
+    setup = functools.partial(note_events, change, folder)
+    outcome = Ranks("apex", words_for(folder, name, *argv), world_size, folder, setup=setup).wait()
+    assert outcome.statuses == [status] * world_size, outcome.text
     return folder / name, json.loads((folder / "events0.json").read_text())
 
 

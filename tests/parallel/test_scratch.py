@@ -1,13 +1,14 @@
 """Data parallelism by hand: the same numbers as single, equal bits on all ranks, and exact bytes on the wire."""
 
 import dataclasses
+import functools
 import hashlib
 import json
-import multiprocessing
 import os
 import re
 import shlex
 import signal
+import sys
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from recipes.common import loop
 from recipes.common.process.ranks import read_ranks
 from recipes.common.world.world import join_world, leave_world
 from recipes.scratch import train as scratch
-from scripts.launch.local import free_port
 from tests.support import Ranks, assert_same_run, run_ranks, train
 
 STEPS = shlex.split(
@@ -40,32 +40,15 @@ def test_every_step_of_naive_equals_single(single, tmp_path):
     assert_same_run(run, single)
 
 
-def in_ranks(function, world_size, folder, **env):
-    """Call function(folder) in world_size processes with rank variables; return what each wrote to its file."""
-    context = multiprocessing.get_context("forkserver")
-    shared = {
-        **{"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"},
-        **{"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"},
-    }
-    processes = [
-        context.Process(target=_in_rank, args=(function, folder, {**shared, "RANK": str(r), "LOCAL_RANK": str(r)}))
-        for r in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-        process.kill()
-    assert [process.exitcode for process in processes] == [0] * world_size
+def in_ranks(function, world_size, folder):
+    """Call function(folder) as each rank of a world; return what it returned."""
+    run_ranks("scratch", [], world_size, folder / "out", setup=functools.partial(write_result, function, folder))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
 
 
-def _in_rank(function, folder, env):
-    import os
-
-    os.environ.update(env)
-    torch.set_num_threads(1)
-    (folder / f"{env['RANK']}.json").write_text(json.dumps(function(folder)))
+def write_result(function, folder):
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(function(folder)))
+    sys.exit()
 
 
 def reduce_buffers(folder):
