@@ -58,17 +58,18 @@ def test_a_stopped_rank_ends_the_job_and_is_named(tmp_path):
 
 
 def interrupted(recipe, folder, world_size, interrupt, *argv):
-    """Start ranks, some of which stop or sleep; return the statuses and outputs of those that end, and the run."""
+    """Start ranks, some of which stop or sleep; return those that end, their one line, and the run."""
     words = words_for(folder, "hung", *WORDS, *argv)
     ranks = Ranks(recipe, words, world_size, folder / "output", interrupt=interrupt)
     awake = [rank for rank in range(world_size) if rank not in interrupt.ranks or interrupt.sleep_s]
     deadline = time.monotonic() + 40
     for rank in awake:
         ranks.processes[rank].join(max(0.1, deadline - time.monotonic()))
-    statuses = {rank: ranks.processes[rank].exitcode for rank in awake}
     outputs = {rank: ranks.output(rank) for rank in awake}
+    assert {ranks.processes[rank].exitcode for rank in awake} == {HANG_STATUS}, outputs
     ranks.kill()
-    return statuses, outputs, folder / "hung"
+    [line] = [line for output in outputs.values() for line in re.findall("error: .*", output)]
+    return awake, line, folder / "hung"
 
 
 @pytest.mark.parametrize(
@@ -78,25 +79,19 @@ def interrupted(recipe, folder, world_size, interrupt, *argv):
 def test_every_recipe_names_a_stopped_rank(tmp_path, recipe, world_size, victim):
     """Here rank 0 hosts the store: once it has stopped, nobody can look up what it was doing."""
     stop = Interrupt(signal.SIGSTOP, STEP, [victim])
-    statuses, outputs, run = interrupted(recipe, tmp_path, world_size, stop, "--log-every", "1000")
-    assert set(statuses.values()) == {HANG_STATUS}, outputs
-    lines = [line for output in outputs.values() for line in re.findall("error: .*", output)]
-    assert len(lines) == 1, outputs
-    assert re.match(f"error: rank {victim} (on .* )?does not answer, ", lines[0])
-    assert f" after step {STEP}" in lines[0]
-    assert_reported(run, lines[0], victim, sorted(statuses))
+    awake, line, run = interrupted(recipe, tmp_path, world_size, stop, "--log-every", "1000")
+    assert re.match(f"error: rank {victim} (on .* )?does not answer, ", line)
+    assert f" after step {STEP}" in line
+    assert_reported(run, line, victim, awake)
 
 
 def test_a_rank_that_does_not_come_is_named_and_shows_what_it_does_instead(tmp_path):
     sleep = Interrupt(signal.SIGCONT, STEP, [1], sleep_s=600)
-    statuses, outputs, run = interrupted("ddp", tmp_path, 3, sleep)
-    assert set(statuses.values()) == {HANG_STATUS}, outputs
-    lines = [line for output in outputs.values() for line in re.findall("error: .*", output)]
-    assert len(lines) == 1, outputs
-    assert re.match(r"error: rank 1 does not come, rank 1 \(pid \d+ on .*\) is past \"gradients\" ", lines[0])
-    assert re.search(r'; ranks 0, 2 waited 4 s in "metrics" after step 7; ', lines[0])
+    _, line, run = interrupted("ddp", tmp_path, 3, sleep)
+    assert re.match(r"error: rank 1 does not come, rank 1 \(pid \d+ on .*\) is past \"gradients\" ", line)
+    assert re.search(r'; ranks 0, 2 waited 4 s in "metrics" after step 7; ', line)
     assert "time.sleep(interrupt.sleep_s)" in (run / "hang" / "rank-1.txt").read_text()
-    assert_reported(run, lines[0], None, [0, 1, 2])
+    assert_reported(run, line, None, [0, 1, 2])
 
 
 def stay_away():
