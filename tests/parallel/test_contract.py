@@ -75,8 +75,6 @@ class Recipe:
     half: dict[str, Half] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
     """Options for a model that the recipe cannot split."""
-    has_ddp_options: bool = False
-    """Whether it has PowerSGD and a sharded optimizer."""
     gathers: int = 0
     """All-gathers of the weights per pass."""
     overhead: float = 0.02
@@ -98,8 +96,8 @@ DDP_HALF = {
 RECIPES = [
     Recipe("single", ALONE),
     Recipe("dataparallel", ALONE),
-    Recipe("ddp", half=DDP_HALF, has_ddp_options=True),
-    Recipe("spawn", half=DDP_HALF, has_ddp_options=True),
+    Recipe("ddp", half=DDP_HALF),
+    Recipe("spawn", half=DDP_HALF),
     # bfloat16 rounds 15 times between an image and LeNet's logits: test_apex.py has the arithmetic.
     Recipe("apex", options=("--opt-level", "O0"), half={"O2": Half(("--opt-level", "O2"), BF16, 15 * BF16)}),
     # Rows do not divide either: of 16 rows, each of 3 ranks sends 6. Gloo's reduce-scatter sends as many bytes as
@@ -492,7 +490,11 @@ def test_gradients_cross_the_wire_once_a_step(run, recipe, passes):
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     ("recipe", "half"),
-    [pytest.param(recipe, h, id=f"{recipe.name}-{kind}") for recipe in RECIPES for kind, h in recipe.half.items()],
+    [
+        pytest.param(recipe, h, id=f"{recipe.name}-{kind}", marks=[pytest.mark.slow] * (recipe.name == "spawn"))
+        for recipe in RECIPES
+        for kind, h in recipe.half.items()
+    ],
 )
 def test_half_precision_halves_the_bytes(run, single, recipe, half, world_size):
     """Each step rounds a gradient N + 1 times; at worst, all these errors have the same sign."""
@@ -504,7 +506,7 @@ def test_half_precision_halves_the_bytes(run, single, recipe, half, world_size):
         assert ours == pytest.approx(theirs, rel=half.forward + step * (world_size + 1) * half.rounding), step
 
 
-with_ddp_options = pytest.mark.parametrize("name", [recipe.name for recipe in RECIPES if recipe.has_ddp_options])
+with_ddp_options = pytest.mark.parametrize("name", ["ddp", *slow("spawn")])  # whose ranks are ddp's
 POWERSGD = ("--grad-compression", "powersgd", "--powersgd-rank", "4")
 
 

@@ -7,6 +7,8 @@ import pytest
 from tests.conftest import need_horovod, need_horovod_with_mpi
 from tests.support import MPI_ENV, assert_same_run, local, losses, run_command, words_for
 
+pytestmark = pytest.mark.slow
+
 STEPS = ("--max-steps", "30", "--seed", "1", "--deterministic")
 ENDLESS = (*STEPS, "--max-steps", "100000", "--epochs", "100000")
 

@@ -1,6 +1,7 @@
 """What the documents say exists: links, targets of make, options, recipes."""
 
 import contextlib
+import functools
 import importlib
 import itertools
 import re
@@ -67,6 +68,7 @@ def anchors(text):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
+@functools.cache
 def known_flags():
     """Return every --flag of the parsers of the recipes and of scripts/."""
     found = set()

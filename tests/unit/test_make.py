@@ -17,6 +17,7 @@ from unittest.mock import Mock
 import pytest
 
 from scripts import make
+from tests.conftest import slow
 from tests.support import ROOT, Command, run_command, wait_until, write_program
 
 VARIABLES = [*make.VARIABLES, "FABRIC", "RESUME", "PYTHON"]
@@ -525,7 +526,9 @@ def test_setup_shows_what_it_installs_and_keeps_its_log(checkout, want):
     assert ("into .venv (only what is missing);" in more) == (want == "dev")
 
 
-@pytest.mark.parametrize("fault", ["has gone", "has no pip, after an interruption", "is newer than its packages"])
+@pytest.mark.parametrize(
+    "fault", ["has gone", *slow("has no pip, after an interruption", "is newer than its packages")]
+)
 def test_an_environment_whose_python_does_not_work_is_made_anew(checkout, fault):
     (checkout / "requirements/run.txt").write_text("")
     python = checkout / ".venv/bin/python"
