@@ -539,177 +539,75 @@ WELL = ("--data", "mine:classes", "--model", "mine:net")
 FIT = ("--data", "mine:data", "--model", "mine:net", "--task")
 
 
+DOES_NOT_FIT = [
+    (("--model", "mien:net"), "--model mien:net: there is no module 'mien'; put mien.py into "),
+    (("--model", "mine.sub:net"), "there is no module 'mine.sub'"),
+    (("--model", "mine:nett"), "nett does not exist in {folder}/mine.py; did you mean 'net'?"),
+    (("--model", "time:nett"), "--model time:nett: nett does not exist in time"),
+    (("--model", "mine:NUMBER"), "NUMBER is not a function or class in {folder}/mine.py"),
+    (("--model", "broken:net"), "importing broken failed: NameError: name 'undefined' is not defined ({folder}/broken.py, line 2); fix it"),
+    (("--model", "syntax:net"), "importing syntax failed: SyntaxError: invalid syntax (syntax.py, line 1) ({folder}/syntax.py, line 1)"),
+    (("--model", "needs:net"), "importing needs failed: ModuleNotFoundError: No module named 'not_installed' ({folder}/needs.py, line 1)"),
+    (("--model", "exits:net"), "--model exits:net: importing exits failed: SystemExit: 0 ({folder}/exits.py, line 2); fix it"),
+    (("--model", "mine:fails"), "--model mine:fails failed: ZeroDivisionError: division by zero ({folder}/mine.py, line "),
+    (("--data", "mine:class_3"), "--data mine:class_3: 'train': target 3 is not in 0 to 2; fix it, or \"num_classes\""),
+    (("--data", "mine:ascii"), '--data mine:ascii: bytes have 256 values; set "num_classes" to 256, or "target" to "tokens"'),
+    (("--data", "mine:token_9"), "--data mine:token_9: 'train': input 9 is not in 0 to 8; fix it"),
+    (("--data", "mine:token_skipped"), "mine:token_skipped: 'test': target -100 is not in 0 to 8; fix it"),
+    (("--model", "mine:nothing"), "--model mine:nothing returned None; return a torch.nn.Module"),
+    (("--model", "mine:wrong_shape"), "--model mine:wrong_shape returned a tensor of shape (128,) for 2 samples; return a tensor with a row for each"),
+    ((*WELL, "--model", "lenet"), "--model lenet takes images, and --data mine:classes has float32 of shape (2,); give your own"),
+    ((*FIT, "mine:Fit", "--model", "mine:Untrue"), "--model mine:Untrue: its children one after another do not return what it does; remove is_sequence"),
+    (("--data", "mine:data"), "--data mine:data: no built-in task takes values; add --task package.module:Class"),
+    ((*FIT, "classification"), "--task classification does not fit --data mine:data, whose targets are values"),
+    (("--data", "mine:classes", "--model", "mine:Tokens", "--batchnorm-group", "2"), "--batchnorm-group 2: batch norm of --model mine:Tokens gets 4 rows for 2 samples; give it a row per sample"),
+    ((*FIT, "mine:Mean"), '; return the sum over the samples (reduction="sum"), not the mean'),
+    ((*WELL, "--task", "mine:Share"), "--task Share on outputs (2, 3) and targets (2,): metric_sums()'s correct of two samples is 0.5, the sum of"),
+    ((*WELL, "--task", "mine:Sure"), "metric_sums()'s correct of two samples is 1, the sum of each one's 2; return the sum over the samples"),  # 0 for the untrained model
+    ((*WELL, "--task", "mine:Pairs"), "the sum of each one's 0; return a sum of one value for each sample, and let derive() compute what is no sum"),
+    ((*FIT, "mine:Largest"), "metric_sums()'s absolute_error of two samples is "),
+    ((*FIT, "mine:TwoLosses"), "mine:TwoLosses: two values have the name 'loss'; rename one of metrics"),
+    ((*WELL, "--task", "mine:Trained"), "--task mine:Trained: it has parameters, and only the model's are trained; move them into the model, or set"),
+    (("--data", "mine:classes", "--model", "mine:LeavesOut"), "mine:LeavesOut: its state_dict() leaves out weight, and a checkpoint has to give back all parameters; return"),
+    (("--data", "mine:classes", "--model", "mine:NeverSet"), "load_state_dict() of its own state_dict() failed: RuntimeError: Error(s) in loading state_dict for NeverSet: "),
+    (("--data", "mine:classes", "--model", "mine:on_meta"), "--model mine:on_meta: 0.weight is on the meta device; return a model with its weights"),
+    (("--data", "mine:classes", "--model", "mine:Sparse"), "the buffer graph of a Sparse is sparse, and ranks exchange dense ones; keep its indices and values in two"),
+    (("--data", "mine:empty"), "mine:empty: 'test' is empty; give at least one sample"),
+    (("--data", "mine:classes", "--model", "mine:Named"), "takes 1 positional argument but 2 were given; fix it and start again"),
+    ((*FIT, "mine:NoGradient"), "loss_sum() has to return a scalar tensor that gradients come from"),
+    ((*FIT, "mine:TooFew"), "metric_sums() returned a tuple that does not fit; return a tuple, a value for each"),
+    ((*FIT, "mine:NoTuple"), "metric_sums() returned a Tensor that does not fit; return a tuple, a value for each"),
+    (("--data", "mine:classes", "--model", "mine:KeepsObject"), "--model mine:KeepsObject: no checkpoint gives back _extra_state, a Generator; let get_extra_state() return"),
+    ((*FIT, "mine:NoNumber"), "--task NoNumber: derive() returned a list as 'rms_error'; return a number"),
+    ((*FIT, "mine:NoDict"), "--task NoDict: derive() returned a float; return a dict of numbers"),
+    ((*FIT, "mine:NoHeadline"), "nothing has the headline's name 'rms'; set it to one of loss, absolute_error, rms_error, or let derive()"),
+    ((*FIT, "mine:NoSuchMean"), "--task NoSuchMean: derive() failed: KeyError: 'los' ({folder}/mine.py, line "),
+    ((*FIT, "mine:NoTask"), "--task mine:NoTask makes a NoTask; give a subclass of recipes.common.task.Task"),
+    (("--data", "mine:nothing"), "--data mine:nothing returned None without 'train'; return {{"),
+    (("--data", "mine:no_target"), "returned a dict without 'target'; return {{"),
+    (("--data", "mine:unknown_target"), "unknown target 'clas'; did you mean 'class'?"),
+    (("--data", "mine:no_number"), '"num_classes" is None; give the number of classes or different tokens'),
+    (("--data", "mine:float_class"), "a target is float32 of shape (); of kind 'class' it has to be int64 of shape ()"),
+    (("--data", "mine:unlike"), "a sample of 'train' is float32 of shape (2,) and int64 of shape (), one of 'test' float32 of shape (1,)"),
+    (("--data", "mine:uneven"), "'train' has 12 inputs and 11 targets; give as many of each"),
+    (("--data", "mine:no_pairs"), "'train'[0] is a int; each sample has to be a pair (input, target)"),
+    (("--data", "mine:words"), "'train'[0] is a pair of a str and a int; return tensors, arrays or numbers"),
+    (("--data", "mine:big_endian"), "return tensors, arrays or numbers (given numpy array has byte order different"),
+    (("--data", "mine:sparse"), "'train' failed: TypeError: a tensor is sparse, nested or on the meta device"),
+    (("--data", "mine:sparse_samples"), "'test'[0] is a pair of a Tensor and a int; return tensors, arrays or num"),
+    (("--data", "mine:scalars"), "'train' has 0 inputs and 0 targets; give as many of each"),
+    (("--data", "mine:no_length"), "'train': len() failed: AttributeError: 'NoLength' object has no attribute 'files' ({folder}/mine.py, line"),
+    (("--data", "mine:not_finite", "--model", "mine:net", "--task", "mine:Fit"), "the loss of two samples is nan; look for values that are not finite in --data"),
+    (("--data", "mine:no_sequence"), "'train' is a list_iterator; give two tensors or arrays, or an object with len() and [i]"),
+    (("--data", "mine:none"), "'train' is empty; give at least one sample"),
+    (("--data", "mine"), "invalid choice 'mine'"),
+    (("--task", "mine."), "invalid choice 'mine.'"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
-    [
-        (("--model", "mien:net"), "--model mien:net: there is no module 'mien'; put mien.py into "),
-        (("--model", "mine.sub:net"), "there is no module 'mine.sub'"),
-        (("--model", "mine:nett"), "nett does not exist in {folder}/mine.py; did you mean 'net'?"),
-        (("--model", "time:nett"), "--model time:nett: nett does not exist in time"),
-        (("--model", "mine:NUMBER"), "NUMBER is not a function or class in {folder}/mine.py"),
-        (
-            ("--model", "broken:net"),
-            "importing broken failed: NameError: name 'undefined' is not defined ({folder}/broken.py, line 2); fix it",
-        ),
-        (
-            ("--model", "syntax:net"),
-            "importing syntax failed: SyntaxError: invalid syntax (syntax.py, line 1) ({folder}/syntax.py, line 1)",
-        ),
-        (
-            ("--model", "needs:net"),
-            "importing needs failed: ModuleNotFoundError: No module named 'not_installed' ({folder}/needs.py, line 1)",
-        ),
-        (
-            ("--model", "exits:net"),
-            "--model exits:net: importing exits failed: SystemExit: 0 ({folder}/exits.py, line 2); fix it",
-        ),
-        (
-            ("--model", "mine:fails"),
-            "--model mine:fails failed: ZeroDivisionError: division by zero ({folder}/mine.py, line ",
-        ),
-        (
-            ("--data", "mine:class_3"),
-            "--data mine:class_3: 'train': target 3 is not in 0 to 2; fix it, or \"num_classes\"",
-        ),
-        (
-            ("--data", "mine:ascii"),
-            '--data mine:ascii: bytes have 256 values; set "num_classes" to 256, or "target" to "tokens"',
-        ),
-        (("--data", "mine:token_9"), "--data mine:token_9: 'train': input 9 is not in 0 to 8; fix it"),
-        (("--data", "mine:token_skipped"), "mine:token_skipped: 'test': target -100 is not in 0 to 8; fix it"),
-        (("--model", "mine:nothing"), "--model mine:nothing returned None; return a torch.nn.Module"),
-        (
-            ("--model", "mine:wrong_shape"),
-            "--model mine:wrong_shape returned a tensor of shape (128,) for 2 samples; return a tensor with a row for each",
-        ),
-        (
-            (*WELL, "--model", "lenet"),
-            "--model lenet takes images, and --data mine:classes has float32 of shape (2,); give your own",
-        ),
-        (
-            (*FIT, "mine:Fit", "--model", "mine:Untrue"),
-            "--model mine:Untrue: its children one after another do not return what it does; remove is_sequence",
-        ),
-        (
-            ("--data", "mine:data"),
-            "--data mine:data: no built-in task takes values; add --task package.module:Class",
-        ),
-        (
-            (*FIT, "classification"),
-            "--task classification does not fit --data mine:data, whose targets are values",
-        ),
-        (
-            ("--data", "mine:classes", "--model", "mine:Tokens", "--batchnorm-group", "2"),
-            "--batchnorm-group 2: batch norm of --model mine:Tokens gets 4 rows for 2 samples; give it a row per sample",
-        ),
-        (
-            (*FIT, "mine:Mean"),
-            '; return the sum over the samples (reduction="sum"), not the mean',
-        ),
-        (
-            (*WELL, "--task", "mine:Share"),
-            "--task Share on outputs (2, 3) and targets (2,): metric_sums()'s correct of two samples is 0.5, the sum of",
-        ),
-        (
-            (*WELL, "--task", "mine:Sure"),  # 0 for the untrained model
-            "metric_sums()'s correct of two samples is 1, the sum of each one's 2; return the sum over the samples",
-        ),
-        (
-            (*WELL, "--task", "mine:Pairs"),
-            "the sum of each one's 0; return a sum of one value for each sample, and let derive() compute what is no sum",
-        ),
-        ((*FIT, "mine:Largest"), "metric_sums()'s absolute_error of two samples is "),
-        ((*FIT, "mine:TwoLosses"), "mine:TwoLosses: two values have the name 'loss'; rename one of metrics"),
-        (
-            (*WELL, "--task", "mine:Trained"),
-            "--task mine:Trained: it has parameters, and only the model's are trained; move them into the model, or set",
-        ),
-        (
-            ("--data", "mine:classes", "--model", "mine:LeavesOut"),
-            "mine:LeavesOut: its state_dict() leaves out weight, and a checkpoint has to give back all parameters; return",
-        ),
-        (
-            ("--data", "mine:classes", "--model", "mine:NeverSet"),
-            "load_state_dict() of its own state_dict() failed: RuntimeError: Error(s) in loading state_dict for NeverSet: ",
-        ),
-        (
-            ("--data", "mine:classes", "--model", "mine:on_meta"),
-            "--model mine:on_meta: 0.weight is on the meta device; return a model with its weights",
-        ),
-        (
-            ("--data", "mine:classes", "--model", "mine:Sparse"),
-            "the buffer graph of a Sparse is sparse, and ranks exchange dense ones; keep its indices and values in two",
-        ),
-        (("--data", "mine:empty"), "mine:empty: 'test' is empty; give at least one sample"),
-        (
-            ("--data", "mine:classes", "--model", "mine:Named"),
-            "takes 1 positional argument but 2 were given; fix it and start again",
-        ),
-        ((*FIT, "mine:NoGradient"), "loss_sum() has to return a scalar tensor that gradients come from"),
-        (
-            (*FIT, "mine:TooFew"),
-            "metric_sums() returned a tuple that does not fit; return a tuple, a value for each",
-        ),
-        (
-            (*FIT, "mine:NoTuple"),
-            "metric_sums() returned a Tensor that does not fit; return a tuple, a value for each",
-        ),
-        (
-            ("--data", "mine:classes", "--model", "mine:KeepsObject"),
-            "--model mine:KeepsObject: no checkpoint gives back _extra_state, a Generator; let get_extra_state() return",
-        ),
-        ((*FIT, "mine:NoNumber"), "--task NoNumber: derive() returned a list as 'rms_error'; return a number"),
-        ((*FIT, "mine:NoDict"), "--task NoDict: derive() returned a float; return a dict of numbers"),
-        (
-            (*FIT, "mine:NoHeadline"),
-            "nothing has the headline's name 'rms'; set it to one of loss, absolute_error, rms_error, or let derive()",
-        ),
-        (
-            (*FIT, "mine:NoSuchMean"),
-            "--task NoSuchMean: derive() failed: KeyError: 'los' ({folder}/mine.py, line ",
-        ),
-        ((*FIT, "mine:NoTask"), "--task mine:NoTask makes a NoTask; give a subclass of recipes.common.task.Task"),
-        (("--data", "mine:nothing"), "--data mine:nothing returned None without 'train'; return {{"),
-        (("--data", "mine:no_target"), "returned a dict without 'target'; return {{"),
-        (("--data", "mine:unknown_target"), "unknown target 'clas'; did you mean 'class'?"),
-        (("--data", "mine:no_number"), '"num_classes" is None; give the number of classes or different tokens'),
-        (
-            ("--data", "mine:float_class"),
-            "a target is float32 of shape (); of kind 'class' it has to be int64 of shape ()",
-        ),
-        (
-            ("--data", "mine:unlike"),
-            "a sample of 'train' is float32 of shape (2,) and int64 of shape (), one of 'test' float32 of shape (1,)",
-        ),
-        (("--data", "mine:uneven"), "'train' has 12 inputs and 11 targets; give as many of each"),
-        (("--data", "mine:no_pairs"), "'train'[0] is a int; each sample has to be a pair (input, target)"),
-        (("--data", "mine:words"), "'train'[0] is a pair of a str and a int; return tensors, arrays or numbers"),
-        (
-            ("--data", "mine:big_endian"),
-            "return tensors, arrays or numbers (given numpy array has byte order different",
-        ),
-        (("--data", "mine:sparse"), "'train' failed: TypeError: a tensor is sparse, nested or on the meta device"),
-        (
-            ("--data", "mine:sparse_samples"),
-            "'test'[0] is a pair of a Tensor and a int; return tensors, arrays or num",
-        ),
-        (("--data", "mine:scalars"), "'train' has 0 inputs and 0 targets; give as many of each"),
-        (
-            ("--data", "mine:no_length"),
-            "'train': len() failed: AttributeError: 'NoLength' object has no attribute 'files' ({folder}/mine.py, line",
-        ),
-        (
-            ("--data", "mine:not_finite", "--model", "mine:net", "--task", "mine:Fit"),
-            "the loss of two samples is nan; look for values that are not finite in --data",
-        ),
-        (
-            ("--data", "mine:no_sequence"),
-            "'train' is a list_iterator; give two tensors or arrays, or an object with len() and [i]",
-        ),
-        (("--data", "mine:none"), "'train' is empty; give at least one sample"),
-        (("--data", "mine"), "invalid choice 'mine'"),
-        (("--task", "mine."), "invalid choice 'mine.'"),
-    ],
+    DOES_NOT_FIT,
     ids=lambda value: value[-1] if isinstance(value, tuple) else "",
 )
 def test_what_does_not_fit_is_one_line_with_the_fix(tmp_path, argv, message):
