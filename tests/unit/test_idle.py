@@ -16,11 +16,10 @@ from recipes.common.data import workers
 from recipes.common.data.idle_clock import IdleClock
 from recipes.common.data.splits import Normalise
 from recipes.common.data.workers import WorkerError
-from recipes.common.job import Job
 from recipes.common.metrics import Throughput
 from recipes.common.task import Classification
-from recipes.common.world.peers import Peers
 from recipes.single.train import options
+from tests.tiny import tiny_job
 
 CPU = torch.device("cpu")
 
@@ -98,12 +97,8 @@ def test_a_run_that_waits_for_data_says_so_once(monkeypatch, idle_s, lines):
     train = make_split()
     train.idle.seconds = lambda: clock.now / 10 * idle_s
     train.loader = SimpleNamespace(num_workers=3)
-    args = options([])
-    data = SimpleNamespace(train=train, task=Classification())
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters())
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    job = Job(args, "single", data, Peers(CPU), model, optimizer, scaler, stop=None)
+    job = tiny_job()
+    job.data = SimpleNamespace(train=train, task=Classification())
     progress = SimpleNamespace(say=said.append)
     job.record = SimpleNamespace(progress=progress, log_step=lambda **values: None)
     for clock.now in (0.0, 10.0, 20.0, 30.0):

@@ -20,8 +20,6 @@ import pytest
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
-from recipes.common.job import Job
-from recipes.common.optim import build_optimizer, build_scaler
 from recipes.common.process import entry
 from recipes.common.process.entry import run_main
 from recipes.common.process.ranks import Ranks
@@ -33,9 +31,9 @@ from recipes.common.watch.report import COLLECT_S, GATHER_S, MOST_NAMED, Report,
 from recipes.common.watch.timeouts import HANG_STATUS, wait_timeout
 from recipes.common.watch.watch import NOTE_INTERVAL_S, Watch, median_without, stragglers
 from recipes.common.world import devices, world
-from recipes.single import train as single
 from scripts.launch.local import free_port
 from tests.support import wait_until
+from tests.tiny import tiny_job
 
 
 @pytest.fixture
@@ -445,12 +443,8 @@ class Observed:
 
 def test_what_reads_from_a_gpu_is_watched(watch):
     """NCCL's calls return at once: a missing rank shows only when the host reads a result."""
-    seen = []
-    cpu, model = torch.device("cpu"), torch.nn.Linear(1, 1)
-    options = single.options(["--log-every", "2", "--checkpoint-every", "3"])
-    optimizer, scaler = build_optimizer(options, model.parameters()), build_scaler(options, cpu)
-    peers, data = SimpleNamespace(device=cpu, world_size=1, watch=watch), SimpleNamespace(train=range(6400))
-    job = Job(options, "ddp", data, peers, model, optimizer, scaler, stop=None)
+    seen, job = [], tiny_job("--log-every", "2", "--checkpoint-every", "3", "--epochs", "9")
+    job.peers.watch = watch
     observed = Observed(watch, seen)
     job.guard.check_gradients = job.guard.read_back = job.throughput._synchronize = observed
     assert job.check_gradients(torch.ones(()), [torch.ones(1)])
@@ -487,10 +481,8 @@ def test_the_host_queues_a_pass_ahead_of_its_gpu_and_no_more(args, monkeypatch):
     monkeypatch.setattr(FakeEvent, "seen", [])
     watch = FakeEvent.watch = Watch(0, 2, args, None)
     try:
-        cpu, model, options = torch.device("cpu"), torch.nn.Linear(1, 1), single.options([])
-        optimizer, scaler = build_optimizer(options, model.parameters()), build_scaler(options, cpu)
-        peers, data = SimpleNamespace(device=cpu, world_size=2, watch=watch), SimpleNamespace(train=range(6400))
-        job = Job(options, "ddp", data, peers, model, optimizer, scaler, stop=None)
+        job = tiny_job()
+        job.peers.world_size, job.peers.watch = 2, watch
         job.end_pass()
         with job.watch_gpu():
             assert not watch._note()["is_inside"], "on a CPU, a step of the optimizer is work"
@@ -502,7 +494,7 @@ def test_the_host_queues_a_pass_ahead_of_its_gpu_and_no_more(args, monkeypatch):
             assert watch._note()["name"] == "gradients"
             assert watch._at.limit_s == args.timeout_s + 1
         assert not watch._note()["is_inside"]
-        peers.world_size = 1
+        job.peers.world_size = 1
         job.end_pass()  # one process exchanges nothing
     finally:
         watch.close()
