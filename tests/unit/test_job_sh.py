@@ -1,8 +1,9 @@
-"""What slurm/job.sh decides, with stand-ins for Slurm: options, the port, and what becomes of a status."""
+"""What slurm/job.sh decides and says, with stand-ins for Slurm: options, the port, what becomes of a status."""
 
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -930,3 +931,129 @@ def test_each_step_has_all_gpus_of_its_nodes_however_they_were_asked_for(job, en
     )
     done = job(then=f"echo {' '.join(names)}", SLURM_GPUS_ON_NODE="4", **env)
     assert done.stdout.splitlines()[-1] == expected, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("sinfo", "env", "share", "warning"),
+    [
+        ("8 16000 gpu:2", {}, "2 of 2 GPUs, 8 of 8 cores, 15 of 15 GB of memory", None),
+        (
+            "96 515000 gpu:h100:8(S:0-1)",
+            {"SLURM_MEM_PER_NODE": "65536"},
+            "2 of 8 GPUs, 8 of 96 cores, 64 of 502 GB of memory",
+            "6 of 8 GPUs and 88 of 96 cores of a node; to use them: sbatch --gpus-per-node=8 --cpus-per-task=96",
+        ),
+        (
+            "96 515000 gpu:a100:2(S:0,3),nvme:4,gpu:2(S:1)",
+            {"SLURM_MEM_PER_CPU": "2048"},
+            "2 of 4 GPUs, 8 of 96 cores, 16 of 502 GB of memory",
+            "88 of 96 cores of a node; to use them: sbatch --cpus-per-task=96",
+        ),
+        (
+            "8 16384 gpu:8",
+            {"SLURM_MEM_PER_GPU": "1024", "SLURM_CPUS_ON_NODE": "4"},
+            "2 of 8 GPUs, 4 of 8 cores, 2 of 16 GB of memory",
+            "6 of 8 GPUs of a node; to use them: sbatch --gpus-per-node=8",
+        ),
+        (
+            "64 16384 (null)",
+            {"SLURM_GPUS_ON_NODE": "0", "SLURM_NTASKS_PER_NODE": "4"},
+            "0 of 0 GPUs, 8 of 64 cores, 16 of 16 GB of memory",
+            "56 of 64 cores of a node; to use them: sbatch --cpus-per-task=16",
+        ),
+    ],
+)
+def test_the_first_lines_compare_the_job_with_the_node(job, tmp_path, sinfo, env, share, warning):
+    write_program(tmp_path / "sinfo", f"echo '{sinfo}'")
+    own = {"SLURMD_NODENAME": "n1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_GPUS_ON_NODE": "2"}
+    done = job(**{**own, **env})
+    assert (done.returncode, done.stderr) == (0, "")
+    first, *others = done.stdout.splitlines()
+    assert re.match(r"job 7, start 1: ddp on 2 nodes x \d, head n1:\d+, record and logs in ", first)
+    expected = [f"n1 gives this job {share}"]
+    if warning:
+        expected.append(f"warning: this job does not use {warning}")
+    assert others == expected
+
+
+def test_a_slurm_that_does_not_answer_is_no_obstacle(job, tmp_path):
+    write_program(tmp_path / "sinfo", "")
+    done = job(SLURMD_NODENAME="n1", SLURM_GPUS_ON_NODE="2")
+    assert (done.returncode, done.stdout.count("\n"), done.stderr) == (0, 1, "")
+
+
+@pytest.mark.parametrize(
+    ("resume", "has_begun", "added"),
+    [("none", False, True), ("auto", False, True), ("other.pt", False, False), ("other.pt", True, True)],
+)
+def test_a_job_that_starts_again_goes_on_with_its_record(job, tmp_path, resume, has_begun, added):
+    """A job that was to begin from another run's checkpoint, and has not begun, begins from it again."""
+    if has_begun:
+        (tmp_path / "runs/mine").mkdir(parents=True)
+        (tmp_path / "runs/mine/config.json").touch()
+    given = f"--name mine --resume {resume}"
+    done = job(begin=f'begin_job ddp "$@" {given}', then='echo "${options[*]}"', SLURM_RESTART_COUNT="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1].endswith(f"{given} --resume auto" if added else given)
+
+
+# ---- array.sbatch: the grid is read by the job's Python, not by the host's python3
+
+
+@pytest.fixture
+def array(job, tmp_path):
+    """Return a function that runs array.sbatch up to begin_job on a host whose python3 is too old."""
+    write_program(tmp_path / "python3", "echo an old Python >&2\nexit 1")
+    head, tail = re.split(r'source "\$\(dirname "\$file"\)/job.sh".*\n', (ROOT / "slurm/array.sbatch").read_text())
+    assert "#SBATCH" in head
+    body = tail.replace("begin_job", "echo", 1).split("\nrun_step")[0]
+
+    def run(**env):
+        own = {f"SLURM_ARRAY_TASK_{name}": value for name, value in (("ID", "1"), ("MIN", "0"), ("MAX", "1"))}
+        own |= {"SWEEP": "lr=0.1,0.2 seed=3", "SLURM_GPUS_ON_NODE": "2"}
+        done = job(begin=f"set --\n{body}", **{**own, **env})
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+def test_a_sweep_uses_the_venvs_python(array):
+    assert array() == (0, "ddp --lr 0.2 --seed 3\n", "")
+
+
+def test_the_first_task_warns_of_points_without_one(array):
+    _, text, _ = array(SLURM_ARRAY_TASK_MIN="1", SWEEP="lr=0.1,0.2 seed=3,4")
+    assert text.startswith(
+        "warning: SWEEP has 4 points, and the array ends with task 1; for the others: sbatch --array=2-3 ...\n"
+    )
+    assert array(SLURM_ARRAY_TASK_MIN="1")[1] == "ddp --lr 0.2 --seed 3\n"
+
+
+def test_a_sweep_that_makes_no_sense_is_status_2(array):
+    assert array(SLURM_GPUS_ON_NODE="0", PYTHON=shutil.which("false")) == (2, "", "")
+
+
+def test_a_sweep_uses_apptainers_python(array, tmp_path):
+    write_program(
+        tmp_path / "apptainer",
+        f'#!/bin/bash\necho "$*" >{tmp_path}/asked\nwhile [[ $1 != *.sif ]]; do shift; done\nshift 2\n'
+        f'exec {sys.executable} "$@"\n',
+    )
+    assert array(CONTAINER_IMAGE="ddp.sif", PYTHON="") == (0, "ddp --lr 0.2 --seed 3\n", "")
+    asked = (tmp_path / "asked").read_text()
+    assert asked.startswith(f"exec --bind {ROOT}:{ROOT} --pwd {ROOT} --nv ddp.sif python3 -m slurm.sweep ")
+
+
+def test_a_sweep_uses_pyxiss_python(array, tmp_path):
+    srun = f"""#!/usr/bin/env bash
+        if [[ $1 == --help ]]; then exec echo "--container-image=[USER@]IMAGE"; fi
+        echo "$*" >{tmp_path}/asked
+        while [[ $1 != python3 ]]; do shift; done
+        shift
+        exec {sys.executable} "$@"
+    """
+    write_program(tmp_path / "srun", srun)
+    assert array(CONTAINER_IMAGE="ddp.sqsh", PYTHON="") == (0, "ddp --lr 0.2 --seed 3\n", "")
+    asked = (tmp_path / "asked").read_text()
+    assert "--container-image=ddp.sqsh" in asked
+    assert re.search(r" --overlap --nodes=1 --ntasks=1 --nodelist=\S+ python3 -m slurm.sweep ", asked)
