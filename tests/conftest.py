@@ -151,6 +151,14 @@ def nothing_is_inherited():
         signal.signal(number, handler)
 
 
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a small folder of images in ImageNet's layout."""
+    from tests.images import make_images
+
+    return make_images(tmp_path_factory.mktemp("images"))
+
+
 def slow(*cases: object) -> list[Any]:
     """Return cases of a parametrised test that only `make test-all` runs."""
     words = (case if isinstance(case, tuple) else (case,) for case in cases)

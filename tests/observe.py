@@ -105,8 +105,17 @@ def observe_steps(folder: Path) -> None:
     Job.count_step = observed  # type: ignore[method-assign]
 
 
-def sent_per_step(folder: Path, world_size: int) -> list[float]:
-    """Return, for each rank, the median number of bytes that it sends per step."""
+def observations(folder: Path, world_size: int) -> list[list[dict[str, Any]]]:
+    """Return what each rank has written after each step."""
     files = [folder / f"steps{rank}.jsonl" for rank in range(world_size)]
-    counts = [[json.loads(line)["sent_bytes"] for line in file.read_text().splitlines()] for file in files]
-    return [statistics.median(b - a for a, b in itertools.pairwise(sent)) for sent in counts]
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+
+def sent_per_step(folder: Path, world_size: int, first: int = 2, last: int = 1000) -> list[float]:
+    """Return, for each rank, the median number of bytes that it sends per step, over steps first to last."""
+    return [
+        statistics.median(
+            b["sent_bytes"] - a["sent_bytes"] for a, b in itertools.pairwise(lines) if first <= b["step"] <= last
+        )
+        for lines in observations(folder, world_size)
+    ]

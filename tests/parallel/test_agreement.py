@@ -21,7 +21,6 @@ from recipes.common.process import entry
 from recipes.common.world import agreement, devices
 from recipes.common.world.devices import start_gpu
 from recipes.common.world.tree import broadcast_tree
-from tests.images import make_images
 from tests.support import Ranks, is_equal, run_ranks, words_for
 
 
@@ -180,13 +179,6 @@ def count_walks():
         return find_images(folder)
 
     imagefolder.find_images = counted
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("images")
-    make_images(folder)
-    return folder
 
 
 IMAGES = ("--data", "imagefolder", "--image-size", "16", "--global-batch-size", "8", "--workers", "0")

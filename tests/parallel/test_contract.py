@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import itertools
-import json
 import shutil
 import signal
-import statistics
 from dataclasses import dataclass, field
 
 import pytest
@@ -26,6 +23,7 @@ from recipes.common.seeding import mix
 from recipes.single.train import options
 from tests import observe
 from tests.conftest import slow
+from tests.observe import observations, sent_per_step
 from tests.support import (
     Interrupt,
     largest_difference,
@@ -242,12 +240,6 @@ def assert_every_sample_counts_once(path, num_samples, *argv):
     assert last["test_loss"] == pytest.approx(float(cross_entropy(logits.double(), labels)), rel=1e-6)
 
 
-def observations(path, world_size):
-    """Return what each rank has written after each step."""
-    files = [path.parent / f"steps{rank}.jsonl" for rank in range(world_size)]
-    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
-
-
 def test_nothing_divides(observed_data):
     data = load_data(options([*DIGITS]), torch.device("cpu"), print)
     assert (len(data.train), len(data.test)) == (809, 101)
@@ -295,7 +287,7 @@ def test_every_sample_counts_once(run, observed_data, recipe, world_size):
 
 @each_size
 def test_each_rank_draws_its_own_random_numbers(run, recipe, world_size):
-    for rank, lines in enumerate(observations(run(recipe, world_size), world_size)):
+    for rank, lines in enumerate(observations(run(recipe, world_size).parent, world_size)):
         assert [line["seed"] for line in lines] == [mix(SEED, step, rank) for step in range(len(lines))]
 
 
@@ -304,16 +296,6 @@ NO_DECAY = ("--no-decay-norm-bias", "--weight-decay", "0.5")
 
 TEXT = ("--data", "text", "--seq-len", "8", "--optimizer", "sgd", "--max-steps", "6", "--checkpoint-every", "3")
 TEXT += (*NO_DECAY, "--warmup-steps", "3")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """Return the option for a folder of text with 730 training windows and 66 test windows."""
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(12):
-        line = f"{number} bottles of beer on the wall, {number} bottles of beer.\n"
-        (folder / f"{number}.txt").write_text(9 * line)
-    return "--data-dir", str(folder)
 
 
 @each
@@ -462,15 +444,6 @@ def full_bytes():
     return 4 * sum(shape.numel() for shape in shapes())
 
 
-def sent_per_step(path, world_size, first=2, last=1000):
-    """Return, for each rank, the median number of bytes that it sends per step, over steps first to last."""
-    medians = []
-    for lines in observations(path, world_size):
-        sent = {b["step"]: b["sent_bytes"] - a["sent_bytes"] for a, b in itertools.pairwise(lines)}
-        medians.append(statistics.median(count for step, count in sent.items() if first <= step <= last))
-    return medians
-
-
 def assert_sent(medians, recipe, gradient_bytes, messages=1, passes=1):
     """Assert that each rank sends the gradients once a step, in a ring all-reduce, and little else."""
     ring = (2 + passes * recipe.gathers) * (len(medians) - 1) / len(medians)
@@ -484,7 +457,8 @@ def assert_sent(medians, recipe, gradient_bytes, messages=1, passes=1):
 def test_gradients_cross_the_wire_once_a_step(run, recipe, passes):
     world_size = 3 if 3 in recipe.world_sizes else 1
     argv = ("--accumulate-steps", "2") if passes == 2 else ()
-    assert_sent(sent_per_step(run(recipe, world_size, *argv), world_size), recipe, full_bytes(), passes=passes)
+    sent = sent_per_step(run(recipe, world_size, *argv).parent, world_size)
+    assert_sent(sent, recipe, full_bytes(), passes=passes)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -499,7 +473,7 @@ def test_gradients_cross_the_wire_once_a_step(run, recipe, passes):
 def test_half_precision_halves_the_bytes(run, single, recipe, half, world_size):
     """Each step rounds a gradient N + 1 times; at worst, all these errors have the same sign."""
     path = run(recipe, world_size, *half.options)
-    assert_sent(sent_per_step(path, world_size), recipe, full_bytes() / 2)
+    assert_sent(sent_per_step(path.parent, world_size), recipe, full_bytes() / 2)
     exact = losses(single(recipe, world_size))
     assert losses(path) != pytest.approx(exact, rel=1e-6)
     for step, (ours, theirs) in enumerate(zip(losses(path), exact, strict=True)):
@@ -517,8 +491,8 @@ def test_powersgd_sends_two_factors(run, single, name):
     matrices = [(shape[0], shape[1:].numel()) for shape in shapes()]
     numbers = sum(4 * (n + m) if 2 * 4 * (n + m) < n * m else n * m for n, m in matrices)
     assert numbers < sum(n * m for n, m in matrices) / 4
-    assert_sent(sent_per_step(path, 3, last=10), BY_NAME[name], full_bytes())
-    assert_sent(sent_per_step(path, 3, first=12), BY_NAME[name], 4 * numbers, messages=3)
+    assert_sent(sent_per_step(path.parent, 3, last=10), BY_NAME[name], full_bytes())
+    assert_sent(sent_per_step(path.parent, 3, first=12), BY_NAME[name], 4 * numbers, messages=3)
     assert losses(path)[:11] == pytest.approx(losses(single(BY_NAME[name], 3))[:11], rel=1e-5)
     assert losses(path)[11:] != pytest.approx(losses(single(BY_NAME[name], 3))[11:], rel=1e-4)
 
@@ -545,7 +519,7 @@ def test_a_sharded_optimizer_changes_nothing_and_sends_what_it_updates(train, na
     path = train(name, 3, *LONG, "--zero")
     assert_same_run(path, train("single", 1, *LONG))
     expected = (2 * (3 - 1) + 2) * full_bytes()
-    assert expected <= sum(sent_per_step(path, 3)) <= 1.05 * expected
+    assert expected <= sum(sent_per_step(path.parent, 3)) <= 1.05 * expected
 
 
 # ---- checkpoints: a signal ends a run of one recipe, and another recipe goes on at another world size

@@ -21,20 +21,15 @@ LEGS = [
 """Each leg's recipe, number of ranks and options; tensor's grid is 2 x 2."""
 
 
-@pytest.fixture(scope="module")
-def argv(tmp_path_factory):
-    """Return the options of all legs: small text, 12 samples a step; GPT has packed attention, a tied matrix."""
-    folder = tmp_path_factory.mktemp("text")
-    for number in range(12):
-        line = f"{number} bottles of beer on the wall, {number} bottles of beer.\n"
-        (folder / f"{number}.txt").write_text(9 * line)
-    words = ("--data", "text", "--data-dir", str(folder), "--seq-len", "8", "--global-batch-size", "12")
-    return (*words, "--clip-grad-norm", "1", "--lr-schedule", "constant", "--device", "cpu")
+WORDS = ("--data", "text", "--seq-len", "8", "--global-batch-size", "12", "--clip-grad-norm", "1")
+WORDS += ("--lr-schedule", "constant", "--device", "cpu")
+"""Options of all legs: small text, 12 samples a step; GPT has packed attention and a tied matrix."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["plain", "sharded"])
-def test_the_circle_of_layouts_is_one_curve(tmp_path, argv, is_sharded):
+def test_the_circle_of_layouts_is_one_curve(tmp_path, text, is_sharded):
+    argv = (*WORDS, *text)
     whole = train("single", tmp_path, 1, *argv, "--max-steps", str(STEPS * len(LEGS)))
     found, run = {}, None
     for number, (recipe, world_size, *layout) in enumerate(LEGS, 1):

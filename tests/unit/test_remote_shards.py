@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import struct
+import sys
 import time
 import zipfile
 from collections import Counter
@@ -28,7 +29,6 @@ from recipes.common.seeding import permutation
 from recipes.common.task import SKIPPED
 from recipes.single.train import options
 from scripts.bench.range_server import serve
-from tests.images import make_images
 
 CPU = torch.device("cpu")
 
@@ -39,10 +39,10 @@ def load(place, *flags, told=None):
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shards")
-    list(pack(make_images(folder / "images"), folder / "packed", 30_000))
-    return folder / "packed"
+def shards(tmp_path_factory, images):
+    folder = tmp_path_factory.mktemp("shards") / "packed"
+    list(pack(images, folder, 30_000))
+    return folder
 
 
 @pytest.fixture
@@ -545,39 +545,24 @@ def test_a_cache_that_others_can_write_is_refused(shards, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        (
-            ["--data", "shards", "--data-dir", "https://me:secret@host/x"],
-            "a URL with a password, a query or a fragment",
-        ),
-        (
-            ["--data", "shards", "--data-dir", "https://host/x?token=secret"],
-            "would be recorded; give the bare address",
-        ),
-        (["--data", "shards", "--data-dir", "http://host:port/x"], "Port could not be cast"),
-        (["--data", "shards", "--data-dir", "http://[x/y"], "--data-dir: Invalid IPv6 URL; give http"),
-        (["--data", "shards", "--data-dir", "https://a..b/x"], ": label empty"),
-        (["--data", "shards", "--data-dir", "http://:80/x"], "it names no host"),
-        (
-            ["--data", "shards", "--data-dir", "s3://bucket/x"],
-            r"--data-dir s3://: Install s3fs .*`pip install s3fs`",
-        ),
-        (["--data", "shards", "--data-dir", "nope://bucket/x"], r"--data-dir nope://: Protocol not known: nope"),
-        (
-            ["--data", "shards", "--data-dir", "ftp://host/x"],
-            r"--data-dir ftp://: missing a required argument: 'host'; serve the folder by http:// or https://",
-        ),
-        (["--data", "shards", "--data-dir", "zip://x/y"], r"--data-dir zip://: .*; serve the folder by http"),
-        (
-            ["--data", "imagefolder", "--data-dir", "https://host/x"],
-            "only shards can be read from a server; pack images by",
-        ),
-        (["--data", "shards", "--cache-dir", "x"], "--cache-dir x is for --data shards on a server; drop it"),
+        ("shards --data-dir https://me:secret@host/x", "a URL with a password, a query or a fragment"),
+        ("shards --data-dir https://host/x?token=secret", "would be recorded; give the bare address"),
+        ("shards --data-dir http://host:port/x", "Port could not be cast"),
+        ("shards --data-dir http://[x/y", "--data-dir: Invalid IPv6 URL; give http"),
+        ("shards --data-dir https://a..b/x", ": label empty"),
+        ("shards --data-dir http://:80/x", "it names no host"),
+        ("shards --data-dir s3://bucket/x", r"--data-dir s3://: Install s3fs .*`pip install s3fs`"),
+        ("shards --data-dir nope://bucket/x", "--data-dir nope://: Protocol not known: nope"),
+        ("shards --data-dir ftp://host/x", "missing a required argument: 'host'; serve the folder by http://"),
+        ("shards --data-dir zip://x/y", "--data-dir zip://: .*; serve the folder by http:// or https://"),
+        ("imagefolder --data-dir https://host/x", "only shards can be read from a server; pack images by"),
+        ("shards --cache-dir x", "--cache-dir x is for --data shards on a server; drop it"),
     ],
 )
 def test_refusals(flags, error, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "s3fs", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "s3fs", None)  # as if it were not installed
     with pytest.raises(UserError, match=error):
-        load_data(options(flags), CPU, print)
+        load_data(options(["--data", *flags.split()]), CPU, print)
 
 
 def test_a_folder_of_any_name_is_asked_for(shards, tmp_path):

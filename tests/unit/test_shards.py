@@ -35,11 +35,6 @@ def packed(source, folder, shard_bytes=4000):
 
 
 @pytest.fixture(scope="module")
-def images(tmp_path_factory):
-    return make_images(tmp_path_factory.mktemp("images"))
-
-
-@pytest.fixture(scope="module")
 def whole(tmp_path_factory, images):
     return packed(images, tmp_path_factory.mktemp("shards") / "whole")
 
