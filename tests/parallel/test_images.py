@@ -12,7 +12,7 @@ import pytest
 from recipes.common.data.shards import pack
 from scripts.bench.range_server import serve
 from tests.conftest import slow
-from tests.images import CLASSES, VAL, make_images
+from tests.images import CLASSES, VAL
 from tests.support import (
     TIMEOUT_S,
     Interrupt,
@@ -32,11 +32,6 @@ from tests.support import (
 
 WORDS = ("--image-size", "32", "--global-batch-size", "8", "--lr", "0.01", "--seed", "1", "--epochs", "3")
 WORDS = ("--data", "imagefolder", *WORDS, "--deterministic")
-
-
-@pytest.fixture(scope="session")
-def images(tmp_path_factory):
-    return make_images(tmp_path_factory.mktemp("images"))
 
 
 @pytest.fixture(scope="session")
@@ -135,7 +130,7 @@ def spoilt(images, tmp_path):
     return folder
 
 
-@pytest.mark.parametrize(("recipe", "world_size", "workers"), [("single", 1, 0), ("ddp", 3, 2)])
+@pytest.mark.parametrize(("recipe", "world_size", "workers"), [("single", 1, 0), ("ddp", 2, 1)])
 def test_a_bad_image_is_named(spoilt, tmp_path, recipe, world_size, workers):
     words = words_for(tmp_path, "bad", *WORDS, "--data-dir", str(spoilt), "--workers", str(workers))
     outcome = Ranks(recipe, words, world_size, tmp_path / "out").wait()
@@ -150,7 +145,9 @@ def test_a_bad_test_image_is_named_too(spoilt, images, single, tmp_path, recipe)
     argv = (*WORDS, "--data-dir", str(spoilt), "--workers", "0", "--max-steps", "3")
     words = words_for(tmp_path, f"{recipe}-2", *argv)
     outcome = Ranks(recipe, words, 2, tmp_path / "out").wait()
-    assert str(bad) in outcome.refusal
+    alone = "rank 1: " if recipe == "ddp" else ""  # whose share it is in; rank 0 prints the line
+    assert outcome.refusal.startswith(f"error: {alone}{bad} does not decode")
+    assert outcome.refusal in outcome.outputs[0]
     run = tmp_path / f"{recipe}-2"
     assert newest_checkpoint(run)["position"] | {"best_score": 0.0} == {
         **{"step": 3, "epoch": 0, "averages": {}, "best_score": 0.0}
