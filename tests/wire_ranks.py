@@ -13,11 +13,7 @@ import sys
 from scripts.lab import network
 from scripts.launch.local import free_port
 
-VARIANTS = {
-    "ddp-fp32": ("ddp",),
-    "ddp-fp16": ("ddp", "--grad-compression", "fp16"),
-    "scratch": ("scratch",),
-}
+VARIANTS = {"ddp-fp32": ("ddp",), "ddp-fp16": ("ddp", "--grad-compression", "fp16"), "scratch": ("scratch",)}
 WORDS = ("--data", "synthetic", "--image-size", "96", "--num-samples", "1000", "--global-batch-size", "4")
 WORDS += ("--max-steps", "41", "--log-every", "1000", "--lr", "0.001", "--device", "cpu", "--no-tensorboard")
 

@@ -83,9 +83,7 @@ class Pod:
 def expand(text: str, known: dict[str, str]) -> str:
     """Replace $(NAME) with a known variable's value and $$ with $, as Kubernetes does; keep the rest."""
     return re.sub(
-        r"\$(\$|\(([^)]*)\))",
-        lambda found: "$" if found[1] == "$" else known.get(found[2], found[0]),
-        text,
+        r"\$(\$|\(([^)]*)\))", lambda found: "$" if found[1] == "$" else known.get(found[2], found[0]), text
     )
 
 

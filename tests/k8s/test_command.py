@@ -188,10 +188,7 @@ NO_IMAGE = (
             "ddp-0-abcde cannot be scheduled: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu.; "
             f"wait for other jobs, or ask for fewer NODES or GPUS; GPUS=0 needs none{REMOVES}",
         ),
-        (
-            pod(waiting("ContainerCreating")),
-            f"node 0 has not started within 1 s (1 of 2 pods are there){REMOVES}",
-        ),
+        (pod(waiting("ContainerCreating")), f"node 0 has not started within 1 s (1 of 2 pods are there){REMOVES}"),
     ],
 )
 def test_a_pod_that_cannot_start_is_one_line(play, found, expected):

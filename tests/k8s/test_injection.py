@@ -208,10 +208,7 @@ def start(kind, documents, folder, *options, is_head_late=False, **env):
                 pod.env[name] = port
         if "PET_RDZV_ENDPOINT" in pod.env:
             pod.env["PET_RDZV_ENDPOINT"] = f"{pod.env['PET_RDZV_ENDPOINT'].split(':')[0]}:{port}"
-    env = {
-        "OMP_NUM_THREADS": "1",
-        **env,
-    }  # more threads would sum in another order
+    env = {"OMP_NUM_THREADS": "1", **env}  # more threads would sum in another order
     others = [simulation.run(pod, replaced, **env) for pod in made[1:]]
     for other in others * is_head_late:
         wait_until(lambda other=other: ": fabric " in other.text, TIMEOUT_S, lambda other=other: other.text)

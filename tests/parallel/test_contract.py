@@ -87,10 +87,7 @@ class Recipe:
         return ("--global-batch-size", size, *self.options, *self.layouts.get(world_size, ()))
 
 
-DDP_HALF = {
-    "fp16": Half(("--grad-compression", "fp16"), FP16),
-    "bf16": Half(("--grad-compression", "bf16"), BF16),
-}
+DDP_HALF = {"fp16": Half(("--grad-compression", "fp16"), FP16), "bf16": Half(("--grad-compression", "bf16"), BF16)}
 RECIPES = [
     Recipe("single", ALONE),
     Recipe("dataparallel", ALONE),

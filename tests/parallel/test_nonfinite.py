@@ -6,14 +6,7 @@ import signal
 import pytest
 
 from tests.conftest import slow
-from tests.support import (
-    Interrupt,
-    Ranks,
-    is_equal,
-    metrics,
-    newest_checkpoint,
-    words_for,
-)
+from tests.support import Interrupt, Ranks, is_equal, metrics, newest_checkpoint, words_for
 
 WORDS = ("--max-steps", "30", "--seed", "1", "--deterministic", "--device", "cpu", "--checkpoint-every", "1")
 BAD = 13

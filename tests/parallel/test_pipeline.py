@@ -48,10 +48,7 @@ def optimizer_state(content):
         (2, 2, ("--schedule", "interleaved")),
         (4, 2, ("--schedule", "gpipe", "--accumulate-steps", "2")),
         (2, 3, ("--split", "in-process", "--accumulate-steps", "2")),
-        *slow(
-            (4, 2, ("--schedule", "interleaved")),
-            (4, 4, ("--schedule", "1f1b", "--num-microbatches", "8")),
-        ),
+        *slow((4, 2, ("--schedule", "interleaved")), (4, 4, ("--schedule", "1f1b", "--num-microbatches", "8"))),
     ],
 )
 def test_every_step_equals_single(single, tmp_path, world_size, stages, options):
@@ -137,11 +134,7 @@ def test_a_signal_writes_a_checkpoint_that_another_grid_completes(single, tmp_pa
             ("--model", "densenet121", "--data", "synthetic", "--image-size", "64", "--num-samples", "64"),
             "DenseNet",
         ),
-        (
-            1,
-            ("--split", "in-process", "--stages", "6"),
-            "cannot be cut into 6 parts, each from a layer",
-        ),
+        (1, ("--split", "in-process", "--stages", "6"), "cannot be cut into 6 parts, each from a layer"),
     ],
 )
 def test_refuses_in_one_line(tmp_path, world_size, options, words):

@@ -141,11 +141,7 @@ def test_a_lost_rank_ends_the_others(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--global-batch-size", "1"], "use at least 2"),
-        (["--sync-batchnorm"], "for GPUs only"),
-    ],
+    ("argv", "words"), [(["--global-batch-size", "1"], "use at least 2"), (["--sync-batchnorm"], "for GPUs only")]
 )
 def test_bad_input_is_one_line(tmp_path, argv, words):
     argv = ["--runs-dir", str(tmp_path), *argv]

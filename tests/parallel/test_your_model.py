@@ -477,13 +477,7 @@ TURNS = (*BRANCHES, "--model", "mine:Turns", "--max-steps", "7", "--lr", "0.5")
 
 @pytest.mark.parametrize(
     ("recipe", "argv"),
-    [
-        ("scratch", BRANCHES),
-        ("scratch", UNUSED),
-        ("fsdp", UNUSED),
-        ("scratch", TURNS),
-        ("horovod", TURNS),
-    ],
+    [("scratch", BRANCHES), ("scratch", UNUSED), ("fsdp", UNUSED), ("scratch", TURNS), ("horovod", TURNS)],
     ids=lambda value: value if isinstance(value, str) else value[3],
 )
 def test_parameters_without_a_gradient_on_a_rank_leave_the_curve_as_it_is(run, recipe, argv):

@@ -127,10 +127,7 @@ def test_it_gets_the_variables_of_torchrun_and_no_option_of_ours(tmp_path):
         ("import os\nos.environ.setdefault('MASTER_PORT', '1')\nprint(os.environ['MASTER_PORT'])", 0),
         ("import os\nos.environ['MASTER_PORT'] = os.environ.get('MASTER_PORT', '1')", 0),
         ("import os\nos.environ['MASTER_PORT'] = args.port\nos.environ['MASTER_PORT'] = '1'", 3),
-        (
-            "import os\ntry:\n    os.environ['MASTER_PORT']\nexcept KeyError:\n  os.environ['MASTER_PORT'] = '1'",
-            0,
-        ),
+        ("import os\ntry:\n    os.environ['MASTER_PORT']\nexcept KeyError:\n  os.environ['MASTER_PORT'] = '1'", 0),
         (f"import os\nx = {' + '.join(['1'] * 1500)}\nos.environ['MASTER_PORT'] = '1'", 3),
     ],
 )

@@ -54,11 +54,7 @@ def test_each_group_has_its_own_statistics_and_a_step_keeps_their_mean(momentum)
     assert layer.num_batches_tracked == steps
 
 
-LAYOUTS = {
-    "two passes": [[8, 16]],
-    "two ranks": [[4, 4], [4, 12]],
-    "three ranks": [[4], [8], [4, 8]],
-}
+LAYOUTS = {"two passes": [[8, 16]], "two ranks": [[4, 4], [4, 12]], "three ranks": [[4], [8], [4, 8]]}
 """For each case, the numbers of samples in each rank's passes, in the order of the batch."""
 
 

@@ -58,12 +58,7 @@ LAYERS = {"ib": "InfiniBand", "roce": "Ethernet", "efa": "Unspecified"}
 
 @pytest.mark.parametrize(
     ("fabric", "own"),
-    [
-        ("tcp", {"NCCL_IB_DISABLE": "1"}),
-        ("roce", {}),
-        ("ib", {}),
-        ("efa", {"FI_EFA_USE_HUGE_PAGE": "0"}),
-    ],
+    [("tcp", {"NCCL_IB_DISABLE": "1"}), ("roce", {}), ("ib", {}), ("efa", {"FI_EFA_USE_HUGE_PAGE": "0"})],
 )
 def test_each_fabric_sets_as_little_as_it_needs(fabric, own, tmp_path):
     if fabric != "tcp":
@@ -87,10 +82,7 @@ MACHINES = {
         DGX + rails("mlx5_1 mlx5_2 mlx5_7 mlx5_8", "Ethernet"),
         ("ib (mlx5_0)", "^=mlx5_1,mlx5_2,mlx5_7,mlx5_8"),
     ),
-    "DGX H100, storage on InfiniBand": (
-        DGX + rails("mlx5_1 mlx5_2 mlx5_7 mlx5_8"),
-        ("ib (mlx5_0)", None),
-    ),
+    "DGX H100, storage on InfiniBand": (DGX + rails("mlx5_1 mlx5_2 mlx5_7 mlx5_8"), ("ib (mlx5_0)", None)),
     "HGX, a bond for storage": (
         rails("mlx5_1 mlx5_2 mlx5_3 mlx5_4 mlx5_5 mlx5_6 mlx5_7 mlx5_8") + rails("mlx5_bond_0", "Ethernet"),
         ("ib (mlx5_1)", "^=mlx5_bond_0"),

@@ -126,13 +126,7 @@ class TestJob:
         assert not torch.equal(next(job.global_batches()), batches[0])
 
     @pytest.mark.parametrize(
-        ("world_size", "voting"),
-        [
-            (1, range(6)),
-            (64, range(6)),
-            (65, [0, 1, 2, 3, 5]),
-            (4096, [0, 1, 2, 3, 5]),
-        ],
+        ("world_size", "voting"), [(1, range(6)), (64, range(6)), (65, [0, 1, 2, 3, 5]), (4096, [0, 1, 2, 3, 5])]
     )
     def test_many_ranks_vote_seldom_but_before_all_that_is_saved(self, world_size, voting):
         """Epochs end after steps 3 and 6, and every fourth step writes a checkpoint: all vote before these.

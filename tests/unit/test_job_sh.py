@@ -790,10 +790,7 @@ def test_a_script_goes_on_without_such_a_node_too_whatever_its_status(fault, tmp
             {"MAX_EXCLUDED": "0"},
             "error: job 7: fault on n2, and a job may exclude at most 0 nodes (MAX_EXCLUDED); have",
         ),
-        (
-            {"SLURM_RESTART_COUNT": "10"},
-            "error: job 7: fault on n2, excluded from now on, and it has started 11",
-        ),
+        ({"SLURM_RESTART_COUNT": "10"}, "error: job 7: fault on n2, excluded from now on, and it has started 11"),
     ],
 )
 def test_a_job_is_not_requeued_without_a_fault_or_without_bound(fault, changed, said):

@@ -68,13 +68,7 @@ def test_more_processes_than_a_machine_can_start_soon_are_a_warning(monkeypatch,
 
 @pytest.mark.parametrize(
     ("value", "gpus"),
-    [
-        ("0,1", ["0", "1"]),
-        ("", []),
-        ("GPU-3a,MIG-b", ["GPU-3a", "MIG-b"]),
-        ("-1", []),
-        ("NoDevFiles", []),
-    ],
+    [("0,1", ["0", "1"]), ("", []), ("GPU-3a,MIG-b", ["GPU-3a", "MIG-b"]), ("-1", []), ("NoDevFiles", [])],
 )
 def test_visible_gpus_of_the_environment(monkeypatch, value, gpus):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
@@ -92,8 +86,7 @@ def test_visible_gpus_of_the_machine(monkeypatch, tmp_path, capsys):
     assert local.visible_gpus() == []
     assert "nvidia3 is there and nvidia-smi is not in PATH: no GPU is used; set " in capsys.readouterr().err
     write_program(
-        tmp_path / "nvidia-smi",
-        '[ "$1" = -L ] && printf "GPU 0: H100 (UUID: a)\\nGPU 1: H100 (UUID: b)\\n"',
+        tmp_path / "nvidia-smi", '[ "$1" = -L ] && printf "GPU 0: H100 (UUID: a)\\nGPU 1: H100 (UUID: b)\\n"'
     )
     assert local.visible_gpus() == ["0", "1"]
     hangs = Mock(side_effect=subprocess.TimeoutExpired("nvidia-smi", 30))

@@ -606,9 +606,7 @@ DOES_NOT_FIT = [
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
-    DOES_NOT_FIT,
-    ids=lambda value: value[-1] if isinstance(value, tuple) else "",
+    ("argv", "message"), DOES_NOT_FIT, ids=lambda value: value[-1] if isinstance(value, tuple) else ""
 )
 def test_what_does_not_fit_is_one_line_with_the_fix(tmp_path, argv, message):
     with refused(message.format(folder=tmp_path)):

@@ -41,16 +41,7 @@ def world():
 
 
 def test_values_arrive_as_they_were(world):
-    values = [
-        None,
-        3,
-        "text",
-        [("a/b.png", 1)],
-        {"x": (1.5, True)},
-        Path("runs/a"),
-        Place("n1", "H100", 3),
-        2.5,
-    ]
+    values = [None, 3, "text", [("a/b.png", 1)], {"x": (1.5, True)}, Path("runs/a"), Place("n1", "H100", 3), 2.5]
     for value in values:
         assert world.gather_objects(value) == [value]
     content = {"model": {"weight": torch.arange(3.0)}, "step": 7}
