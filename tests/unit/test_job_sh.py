@@ -211,6 +211,7 @@ def submitted(job, tmp_path):
 
 
 RECORD = 'touch "$run_dir/config.json"'
+TOLD = "error: job 7: its ranks were told to stop before their end"
 
 
 @pytest.mark.parametrize(
@@ -220,13 +221,7 @@ RECORD = 'touch "$run_dir/config.json"'
         (f'{RECORD} "$run_dir/result.json"', "0 USR1", 0, 0, ""),  # the signal came as the run ended
         (f'{RECORD} "$run_dir/result.json"', "0", 9, 9, ""),  # another rank's status
         (f'{RECORD}; touch -d 2020-01-01 "$run_dir/result.json"', "0 USR1", 0, "requeue", "it was stopped before"),
-        (
-            RECORD,
-            "0 TERM",
-            0,
-            1,
-            "error: job 7: its ranks were told to stop before their end; to resume: make submit ",
-        ),
+        (RECORD, "0 TERM", 0, 1, f"{TOLD}; to resume: make submit "),
         (RECORD, "2", 137, 2, ""),
         (RECORD, "2 USR1", 138, 2, ""),  # its checkpoint could not be written
         (RECORD, "75", 143, "requeue", "another process took port"),
@@ -346,7 +341,7 @@ def test_a_script_gets_its_own_options_alone(script, tmp_path):
         ('touch "$run_dir/saved"; signal=USR1 status=138', False, True, "job 7: it was stopped before its end"),
         ("signal=USR1 status=0", True, True, "job 7: it was stopped before its end"),
         ("signal=TERM status=143", True, True, "job 7: it was stopped before its end"),
-        ("signal=TERM status=0", False, False, "error: job 7: its ranks were told to stop before their end"),
+        ("signal=TERM status=0", False, False, TOLD),
     ],
 )
 def test_a_stopped_script_is_requeued_if_a_restart_would_go_on(script, tmp_path, then, preempted, requeues, said):
@@ -767,6 +762,9 @@ def test_a_script_goes_on_without_such_a_node_too_whatever_its_status(fault, tmp
     assert (calls, done.returncode) == ([], status), "its own mistake"
 
 
+TOO_FEW = "error: job 7: fault on n2, and partition main has 1 other working nodes for 2; have"
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -774,18 +772,9 @@ def test_a_script_goes_on_without_such_a_node_too_whatever_its_status(fault, tmp
         ({"xid": 63}, "error: job 7 ended with status 1"),  # a fault to be watched
         ({"ago_s": 3600.0}, "error: job 7 ended with status 1"),  # before this job
         ({"status": 2}, "error: job 7 ended with status 2"),
-        (
-            {"partition": "n1-alloc n2-alloc"},
-            "error: job 7: fault on n2, and partition main has 1 other working nodes for 2; have",
-        ),
-        (
-            {"partition": "n1-alloc n2-alloc n3-down* n4-drain n5-drng"},
-            "error: job 7: fault on n2, and partition main has 1 other working nodes for 2; have",
-        ),
-        (
-            {"excluded": "n[3-4]"},
-            "error: job 7: fault on n2, and partition main has 1 other working nodes for 2; have",
-        ),
+        ({"partition": "n1-alloc n2-alloc"}, TOO_FEW),
+        ({"partition": "n1-alloc n2-alloc n3-down* n4-drain n5-drng"}, TOO_FEW),
+        ({"excluded": "n[3-4]"}, TOO_FEW),
         (
             {"MAX_EXCLUDED": "0"},
             "error: job 7: fault on n2, and a job may exclude at most 0 nodes (MAX_EXCLUDED); have",
@@ -855,10 +844,10 @@ def test_only_a_fault_that_nvidia_smi_names_excludes_a_node(fault, tmp_path, smi
             "signal=USR1 status=0",
             True,
             "job 7: it was stopped before its end",
-        ),  # while the nodes waited for each other
+        ),  # while nodes waited for each other
         ("signal=USR1 status=2", False, "error: job 7 ended with status 2"),  # its checkpoint could not be written
         # Its ranks got a signal that the batch script did not see (scancel --signal=TERM) before rank 0 had begun.
-        ("status=0", False, "error: job 7: its ranks were told to stop before their end; to resume: "),
+        ("status=0", False, f"{TOLD}; to resume: "),
     ],
 )
 def test_a_recipe_that_was_stopped_is_not_complete(job, tmp_path, then, requeues, said):
