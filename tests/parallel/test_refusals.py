@@ -295,23 +295,13 @@ def is_set_up():
     return installed.exists() and installed.read_bytes() == listed.read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("variables", "words"),
-    [
-        (("RECIPE=dpd",), "did you mean"),
-        (("RECIPE=ddp", "NODES=0"), "NODES"),
-        (("RECIPE=ddp", "NODES=2", "NPROC_PER_NODE=abc"), "NPROC_PER_NODE"),
-        (("RECIPE=single", "NAME=../x"), "error: NAME expects "),
-        (("RECIPE=single", "ARGS=--epoch 3"), "unknown option --epoch"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_make_run_refuses(variables, words):
+def test_make_run_refuses():
+    """What the recipe refuses; test_make.py has what make itself does."""
     require("setup", is_set_up(), ".venv is not what requirements/dev.txt lists", "run `scripts/dev/setup.sh dev`")
-    result = run_command("make", "run", *variables)
+    result = run_command("make", "run", "RECIPE=single", "ARGS=--epoch 3")
     assert result.status == 2
     assert len(result.errors) == 1, result.stderr
-    assert words in result.errors[0]
+    assert "unknown option --epoch" in result.errors[0]
 
 
 # ---- addresses and ports
