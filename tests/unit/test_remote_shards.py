@@ -297,13 +297,15 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_a_server_does_is_one_line(shards, name):
+def test_what_a_server_does_is_one_line(shards, name, monkeypatch):
     fault, reason, attempts = FAULTS[name]
-    faulty = []
+    faulty, is_slow = [], name in ("drip", "silent")
+    if not is_slow:
+        monkeypatch.setattr(time, "sleep", lambda _: None)  # between attempts
     with serve(shards, fault=lambda *request: bool(faulty) and fault(*request)) as (url, counts):
         data = load(url)
         store = data.train.dataset.store
-        store.attempt_s, store.longest_s = (0.1, 0.6) if name in ("drip", "silent") else (1, 60)
+        store.attempt_s, store.longest_s = (0.1, 0.6) if is_slow else (1, 60)
         faulty.append(True)
         before = counts.requests
         error = one_error(data, 20)
@@ -360,9 +362,9 @@ def test_a_server_has_time_to_restart_while_other_ranks_wait(shards, monkeypatch
     assert 45 < sum(pauses) < store.longest_s - 4 * store.attempt_s
 
 
-def test_a_server_that_recovers_costs_nothing(shards):
+def test_a_server_that_recovers_costs_nothing(shards, monkeypatch):
     """The server answers 503 and drops connections in the middle of an epoch."""
-
+    monkeypatch.setattr(time, "sleep", lambda _: None)
     seen = Counter()
 
     def fault(handler, number):
@@ -380,8 +382,9 @@ def test_a_server_that_recovers_costs_nothing(shards):
 
 
 @pytest.mark.parametrize("has_cache", [False, True])
-def test_other_bytes_than_were_packed_are_asked_for_again(shards, tmp_path, has_cache):
+def test_other_bytes_than_were_packed_are_asked_for_again(shards, tmp_path, monkeypatch, has_cache):
     """No image is left out for them, even with --skip-bad-images: it was whole when it was packed."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)
     seen = Counter()
 
     def fault(handler, number):
