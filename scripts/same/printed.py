@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from recipes.common.errors import UserError
 
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf"
-METRICS = r"loss|acc|accuracy|perplexity|ppl|error|err|f1|auc|bleu|mse|mae|bpb|iou"
+METRICS = r"loss(?:_(?!scale)[a-z]+)*|acc|accuracy|perplexity|ppl|error|err|f1|auc|bleu|mse|mae|bpb|iou"
 PAIR = re.compile(
     rf"(?P<name>(?:\b(?:train|training|test|val|valid|validation|eval|evaluation|average|avg|mean)[\s_/-]+)*"
     rf"(?:[A-Za-z][\w/]*[_/])?(?:{METRICS})\b(?:@\d+)?)[\"']?\s*(?:[=:]|is)?\s*"
     rf"(?:[\"']|(?:tensor|np\.float\d+)\()?(?P<value>(?:{NUMBER}))(?![\w.]*=)",
     re.IGNORECASE,
 )
-"""A metric's name and its number: `loss 2.3`, `test_loss=2.3`, `Test set: Average loss: 2.3`, `"loss": 2.3`.
+"""A metric's name and its number: `Loss_D: 2.3`, `test_loss=2.3`, `Test set: Average loss: 2.3`, `"loss": 2.3`.
 
 Or its text or representation: `'loss': '2.3'`, `loss tensor(2.3)`, `loss=np.float64(2.3)`.
 """
