@@ -47,6 +47,13 @@ def read_script() -> Path:
     if path.parent.parent == ROOT / "recipes" and path.name == "train.py":
         recipe = path.parent.name
         raise UserError(f"SCRIPT {path} is a recipe, not a script; set RECIPE={recipe} and no SCRIPT")
+    check_python(path)
+    read_workdir()
+    return path
+
+
+def check_python(path: Path) -> None:
+    """Raise UserError if a file cannot be read, or is no Python program."""
     try:
         source = path.read_bytes()
     except FileNotFoundError:
@@ -64,13 +71,19 @@ def read_script() -> Path:
         line = f" (line {error.lineno})" if isinstance(error, SyntaxError) and error.lineno else ""
         what = error.msg if isinstance(error, SyntaxError) else error
         raise UserError(f"SCRIPT {path} is not Python: {what}{line}; fix it, or name a Python file") from None
+    # A notebook and a list of options mostly are valid Python, which does nothing.
     if len(body) == 1 and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Dict):
-        # A notebook mostly is valid Python, which does nothing.
         raise UserError(f"SCRIPT {path} is JSON; convert a notebook by jupyter nbconvert --to script")
-    workdir = os.environ.get("WORKDIR") or "."
-    if not absolute(workdir).is_dir():
+    if body and all(isinstance(node, ast.AnnAssign) and node.value is None for node in body):
+        raise UserError(f"SCRIPT {path} is YAML; name a Python file")
+
+
+def read_workdir() -> Path:
+    """Return the absolute path of WORKDIR, by default the current folder; raises UserError if it is no folder."""
+    workdir = absolute(os.environ.get("WORKDIR") or ".")
+    if not workdir.is_dir():
         raise UserError(f"WORKDIR {workdir} is not a folder; name the folder in which the script is to run")
-    return path
+    return workdir
 
 
 def parse_python(source: bytes) -> ast.Module:
@@ -164,7 +177,7 @@ def job_environment(name: str) -> dict[str, str]:
     script = read_script()
     return {
         "SCRIPT": str(script),
-        "WORKDIR": str(absolute(os.environ.get("WORKDIR") or ".")),
+        "WORKDIR": str(read_workdir()),
         "RUN_DIR": str(make_run_dir(script, name)),
         "RESUME": read_resume(),
     }

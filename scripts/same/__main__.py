@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shlex
 import signal
@@ -25,6 +24,7 @@ from pathlib import Path
 from recipes.common.errors import UserError, nearest
 from recipes.common.options import positive_float, positive_int
 from scripts.launch.command import CommandParser, absolute, command, parse, temporary_folder
+from scripts.launch.script import check_python, read_workdir
 from scripts.same import compare, script_job
 from scripts.same.causes import CAUSES, NOTES
 from scripts.same.compare import Finding, Rounding, Run, by_updates
@@ -61,15 +61,13 @@ def check_variables(args: Namespace) -> None:
     """Raise UserError if SCRIPT, WORKDIR, LOSS or LAUNCH is invalid; make SCRIPT absolute, set args.workdir."""
     if not args.script:
         raise UserError("SCRIPT is empty; name the script: make same SCRIPT=train.py")
-    is_module = re.fullmatch(r"[\w.]+", args.script) and not args.script.endswith(".py")
-    if not is_module:
-        path = absolute(args.script)
-        if not path.is_file():
-            raise UserError(f"SCRIPT {args.script}: there is no such file; give its path from {Path.cwd()}")
+    path = absolute(args.script)
+    if path.is_file():
+        check_python(path)
         args.script = str(path)
-    args.workdir = absolute(os.environ.get("WORKDIR") or ".")
-    if not args.workdir.is_dir():
-        raise UserError(f"WORKDIR {args.workdir} is not a folder; name the folder in which the script is to run")
+    elif args.script.endswith(".py") or not re.fullmatch(r"[\w.]+", args.script):  # else it is a module
+        raise UserError(f"SCRIPT {args.script}: there is no such file; give its path from {Path.cwd()}")
+    args.workdir = read_workdir()
     try:
         if args.loss and not re.compile(args.loss).groups:
             raise re.error("no group")

@@ -338,10 +338,12 @@ def test_a_file_that_is_not_python_is_refused(monkeypatch, tmp_path, source):
     assert message.endswith(" (line 2); fix it, or name a Python file" if "\n" in source else "name a Python file")
 
 
-def test_a_notebook_is_refused_as_it_would_run_and_do_nothing(monkeypatch, tmp_path):
+def test_data_is_refused_as_it_would_run_and_do_nothing(monkeypatch, tmp_path):
     path = tmp_path / "train.ipynb"
     path.write_text('{"cells": [{"source": ["train()"]}],\n "metadata": {}, "nbformat": 4}\n')
     assert fail(monkeypatch, SCRIPT=str(path)).startswith(f"SCRIPT {path} is JSON; convert a notebook by jupyter ")
+    path.write_text("# options\nlr: 0.1\nepochs: 3\n")
+    assert fail(monkeypatch, SCRIPT=str(path)) == f"SCRIPT {path} is YAML; name a Python file"
 
 
 def test_what_no_launcher_can_run_is_refused(monkeypatch, tmp_path):

@@ -174,6 +174,13 @@ def test_the_script_and_its_folder_may_be_in_the_home_folder(monkeypatch, tmp_pa
         parse_args(["~/train.py"])
 
 
+def test_options_in_place_of_a_script_are_refused(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "options.yaml").write_text("lr: 0.1\n")
+    with pytest.raises(UserError, match=r"SCRIPT .*/options.yaml is YAML; name a Python file"):
+        parse_args(["options.yaml"])
+
+
 def test_braces_of_the_script_itself_are_kept(monkeypatch, tmp_path):
     (tmp_path / "train.py").touch()
     started = []
