@@ -25,15 +25,18 @@ from recipes.common.errors import UserError, nearest
 from recipes.common.options import positive_float, positive_int
 from scripts.launch.command import CommandParser, absolute, command, parse, temporary_folder
 from scripts.launch.script import check_python, read_workdir
-from scripts.same import compare, script_job
-from scripts.same.causes import CAUSES, NOTES
-from scripts.same.compare import Finding, Rounding, Run, by_updates
+from scripts.same import checks, script_job
+from scripts.same.causes import CAUSES, NOTES, Finding
+from scripts.same.checks import Rounding, by_updates
+from scripts.same.recorded_run import Run, load
 from scripts.same.script_job import CONTEXT
 
 PLACEHOLDERS = ("local_batch", "global_batch", "world_size", "run_dir", "resume")
 PARTIAL = ("not-printed", "zero-gradient", "uncontrolled", "chaotic", "scaled-with-batch")
 """Notes after which not all has been compared."""
 
+KEEP_FILES = "if it goes on from a file of an earlier run, let it keep its files in {run_dir}"
+UNREADABLE = "prints no loss that can be read; print `loss 2.3` in a line, or give LOSS='(regular expression)'"
 STOP_SHARE = 0.6
 """Share of a run's steps after which it is killed, to be resumed."""
 
@@ -119,6 +122,8 @@ class Session:
     """The largest relative difference of a gradient from one process's."""
     measured: float = 0.0
     """The same of the control run."""
+    has_loss: bool = False
+    """Whether the script prints a loss that can be read."""
     is_resumed: bool = False
 
     def run(self, world_size: int, run_dir: str = "", **variables: str) -> Run:
@@ -142,51 +147,55 @@ class Session:
         statuses = script_job.run(
             [self.args.script, *words], launcher, world_size, folder, self.args.timeout_s, **variables
         )
-        return compare.load(folder, world_size, statuses, self.args.loss)
+        return load(folder, world_size, statuses, self.args.loss)
 
     def examine(self) -> None:
         """Run the script at every world size, and resume it if asked for; compare the runs. Raises UserError."""
-        args = self.args
         first = self.run(1)
         if failure := first.failure():
-            raise UserError(f"SCRIPT {args.script} fails at 1 process, {failure.what}; fix it, or ARGS")
-        stays = "if it goes on from a file of an earlier run, let it keep its files in {run_dir}"
-        has_loss = any("loss" in name or args.loss for name in first.series)
-        hint = "print `loss 2.3` in a line, or give LOSS='(regular expression)'"
-        hint += "" if first.steps else f"; {stays}"
-        unread = UserError(f"SCRIPT {args.script} prints no loss that can be read; {hint}")
-        if not has_loss and (args.loss or not first.steps):
-            raise unread
+            raise self.error(f"fails at 1 process, {failure.what}; fix it, or ARGS")
+        self.has_loss = any("loss" in name or self.args.loss for name in first.series)
+        if not self.has_loss and not first.steps:
+            raise self.error(f"{UNREADABLE}; {KEEP_FILES}")
+        if not self.has_loss and self.args.loss:
+            raise self.error(UNREADABLE)
         control = self.run(1, SAME_CONTROL="1")
         if len(control.steps) != len(first.steps):
-            what = f"does {len(first.steps)} steps, and {len(control.steps) or 'none'} when it is started again"
-            raise UserError(f"SCRIPT {args.script} {what}; {stays}")
-        if compare.begins_differently(control, first):
-            what = "begins with other weights when it is started again"
-            raise UserError(f"SCRIPT {args.script} {what}; {stays}; otherwise seed its generators by a constant")
-        rounding = Rounding(first, control)
-        self.measured = max(rounding.gradient, default=0.0)
-        self.runs.append(first)
-        for size in args.sizes[1:]:
-            run, replay = self.run(size), None
-            if compare.needs_replay(run, first):
-                path = self.folder / f"replay{size}.json"
-                path.write_text(json.dumps(run.joint_batches()))
-                replay = self.run(1, SAME_REPLAY=str(path))
-            self.runs.append(run)
-            alone, limits = first, rounding
-            if compare.is_exchanged_in_step(run):
-                run, alone, replay = by_updates(run), by_updates(first), replay and by_updates(replay)
-                limits = Rounding(alone, by_updates(control))
-            differences = compare.compare(run, alone, replay, limits, is_divided=bool(args.global_batch))
-            if not has_loss:
-                if "not-replicated" in [found.cause for found in differences]:
-                    raise unread  # nothing else can be compared
-                differences.append(Finding("not-printed", "loss"))
-            self.findings += [(size, found) for found in differences]
-            self.largest = max(self.largest, compare.largest_gradient_difference(run, replay or alone))
-        if args.resume == "auto":
+            again = f"{len(control.steps) or 'none'} when it is started again"
+            raise self.error(f"does {len(first.steps)} steps, and {again}; {KEEP_FILES}")
+        if checks.begins_differently(control, first):
+            fix = f"{KEEP_FILES}; otherwise seed its generators by a constant"
+            raise self.error(f"begins with other weights when it is started again; {fix}")
+        self.measured = max(Rounding(first, control).gradient, default=0.0)
+        self.runs = [first]
+        for size in self.args.sizes[1:]:
+            self.runs.append(self.run(size))
+            self.examine_run(self.runs[-1], first, control)
+        if self.args.resume == "auto":
             self.examine_resume()
+
+    def error(self, what: str) -> UserError:
+        """Return the refusal of a script that cannot be compared."""
+        return UserError(f"SCRIPT {self.args.script} {what}")
+
+    def examine_run(self, run: Run, first: Run, control: Run) -> None:
+        """Compare a run of several processes with one process, which may have to run again with its batches."""
+        replay = None
+        if checks.needs_replay(run, first):
+            path = self.folder / f"replay{run.world_size}.json"
+            path.write_text(json.dumps(run.joint_batches()))
+            replay = self.run(1, SAME_REPLAY=str(path))
+        if checks.is_exchanged_in_step(run):
+            run, first, control = map(by_updates, (run, first, control))
+            replay = replay and by_updates(replay)
+        rounding = Rounding(first, control)
+        found = checks.compare_runs(run, first, replay, rounding, is_divided=bool(self.args.global_batch))
+        if not self.has_loss:
+            if "not-replicated" in [one.cause for one in found]:
+                raise self.error(UNREADABLE)  # nothing else can be compared
+            found.append(Finding("not-printed", "loss"))
+        self.findings += [(run.world_size, one) for one in found]
+        self.largest = max(self.largest, checks.largest_gradient_difference(run, replay or first))
 
     def examine_resume(self) -> None:
         """Kill a run at the smallest world size above 1 (or at 1 if it is alone), resume it and compare."""
@@ -198,7 +207,7 @@ class Session:
             raise UserError(f"STOP_AFTER {steps}: the script has {len(whole.steps)} steps; use fewer")
         self.is_resumed = True
         self.run(whole.world_size, "resumed", SAME_STOP_AFTER=str(steps))
-        if found := compare.check_resumed(self.run(whole.world_size, "resumed"), whole):
+        if found := checks.check_resumed(self.run(whole.world_size, "resumed"), whole):
             self.findings.append((whole.world_size, found))
 
     def table(self) -> list[str]:

@@ -18,6 +18,14 @@ class Cause:
     """An object, also below https://docs.pytorch.org/docs/stable/generated/, and a quote of its documentation."""
 
 
+@dataclass(frozen=True)
+class Finding:
+    """Something that differs: a key of CAUSES or NOTES, and the step and quantity where it was first seen."""
+
+    cause: str
+    what: str
+
+
 CAUSES = {
     "loss-scaled": Cause(
         "the gradient is scaled by the number of processes",

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from decimal import Decimal
 
 from recipes.common.errors import UserError
 
@@ -53,9 +54,9 @@ class Series:
         """Add a printed number; raises ValueError if the text is not a number."""
         self.values.append(float(text))
         if math.isfinite(self.values[-1]):
-            mantissa, _, exponent = text.lower().partition("e")
-            self.decimals = max(self.decimals, len(mantissa.partition(".")[2]) - int(exponent or 0))
-            self.digits = max(self.digits, len(re.sub(r"\D", "", mantissa).lstrip("0")))
+            number = Decimal(text).as_tuple()
+            self.decimals = max(self.decimals, -int(number.exponent))
+            self.digits = max(self.digits, len(number.digits))
 
     def unit(self, value: float, other: Series) -> float:
         """Return one unit of a value's last printed digit, by the precision of this and the other series.
@@ -80,16 +81,11 @@ class Series:
         return [self.excess(*pair, other) for pair in zip(other.values, self.values, strict=False)]
 
 
-def without_bars(text: str) -> str:
-    """Return a text without progress bars."""
-    return "\n".join(BAR.sub("", line) for line in re.split(r"[\r\n]+", text))
-
-
 def read_series(text: str, pattern: str = "") -> dict[str, Series]:
     """Return the metrics in a text by name; raises UserError if the pattern matches anything but numbers."""
     found: dict[str, Series] = {}
     for line in re.split(r"[\r\n]+", text):
-        for name, value in read_line(line, pattern):
+        for name, value in read_line(BAR.sub("", line), pattern):
             try:
                 found.setdefault(name, Series(name)).add(value)
             except ValueError:

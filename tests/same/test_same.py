@@ -10,7 +10,7 @@ import pytest
 from scripts.same import script_job
 from scripts.same.__main__ import main
 from scripts.same.causes import NOTES
-from scripts.same.compare import load
+from scripts.same.recorded_run import load
 from tests.conftest import require
 from tests.same.bugs import BUGS, RESUME, RIGHT, UNWRAPPED, plant
 from tests.support import ROOT

@@ -1,27 +1,23 @@
-"""Compare recorded runs of a script at several world sizes, and name what differs and why.
+"""Check recorded runs of a script at several world sizes, and name what differs and why.
 
-Reads what scripts/same/observe.py has recorded; runs nothing. A difference counts if it exceeds the effect of
-rounding, which a control run measures: the script at one process again, with its sums in another order.
+A difference counts if it exceeds the effect of rounding, which a control run measures: the script at one process
+again, with its sums in another order.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import re
-import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 from itertools import accumulate, chain, pairwise
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from scripts.same.printed import Series, read_series, without_bars
+from scripts.same.causes import Finding
+from scripts.same.printed import Series
+from scripts.same.recorded_run import SKETCHES, Run, Step
 
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "tf32": 2.0**-10, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 FLOOR_SHARE = 0.03
@@ -36,111 +32,7 @@ CHAOTIC = 1 / SAFETY
 RESUMED_SHARE = 1e-4
 """Relative difference that is allowed between a resumed run and one that was not stopped."""
 
-SKETCHES = ("weights", "final", "after")
-
 Vector = NDArray[np.float64]
-Step = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something that differs: a key of CAUSES or NOTES, and the step and quantity where it was first seen."""
-
-    cause: str
-    what: str
-
-
-@dataclass
-class Run:
-    """What the ranks of a run recorded and printed."""
-
-    world_size: int
-    statuses: Sequence[int | None]
-    events: list[list[dict[str, Any]]]
-    """For each rank, its recorded events."""
-    series: dict[str, Series] = field(default_factory=dict)
-    error: str = ""
-    """The last line of a failed rank's standard error."""
-
-    def of(self, event: str) -> list[list[dict[str, Any]]]:
-        """Return each rank's events of one kind."""
-        return [[line for line in lines if line["event"] == event] for lines in self.events]
-
-    @cached_property
-    def steps(self) -> list[list[Step]]:
-        """The optimizer steps that every rank has done, each as the list of the ranks' records."""
-        return [list(records) for records in zip(*self.of("step"), strict=False)]
-
-    def rows(self, i: int) -> Counter[str]:
-        """Return the samples that went into step i on all ranks."""
-        return Counter(row for record in self.steps[i] for row in record["rows"])
-
-    def batches(self, rank: int) -> dict[int, list[list[int]]]:
-        """Return the training batches that a rank has drawn from its loaders, by loader iteration."""
-        trained = {records[0]["iteration"] for records in self.steps}
-        found: dict[int, list[list[int]]] = {}
-        for event in self.of("batch")[rank]:
-            if event["iteration"] in trained:
-                found.setdefault(event["iteration"], []).append(event["indices"])
-        return found
-
-    def joint_batches(self) -> dict[int, list[list[int]]]:
-        """Return the training batches, joined over all ranks, by loader iteration."""
-        ranks = [self.batches(rank) for rank in range(len(self.events))]
-        joint = {}
-        for iteration in ranks[0]:
-            parts = zip(*(own.get(iteration, []) for own in ranks), strict=False)
-            joint[iteration] = [[*chain(*batch)] for batch in parts]
-        return joint
-
-    def failure(self) -> Finding | None:
-        """Return why the run failed, or None if it succeeded."""
-        if all(status == 0 for status in self.statuses):
-            return None
-        where = f"after step {len(self.steps)}"
-        if "finished reduction in the prior iteration" in self.error:
-            return Finding("unused-parameters", f"{where}: {self.error[:150]}")
-        if None in self.statuses:
-            return Finding("hung", where)
-        return Finding("failed", f"{where}: {self.error[:300]}")
-
-
-def load(folder: Path, world_size: int, statuses: Sequence[int | None], pattern: str = "") -> Run:
-    """Return the run recorded in a folder; `pattern` finds the losses ("": those with the usual names)."""
-    run = Run(world_size, statuses, [])
-    for rank in range(world_size):
-        whole, _, _ = read(folder / f"rank{rank}.jsonl").rpartition("\n")  # a rank may have been killed
-        run.events.append([parse_event(line) for line in whole.splitlines()])
-        for suffix in ("report", "out"):  # tqdm may write to standard output
-            run.series = run.series or read_series(without_bars(read(folder / f"rank{rank}.{suffix}")), pattern)
-    for rank in range(world_size):  # the module logging writes to standard error, and so does tqdm
-        run.series = run.series or read_series(without_bars(read(folder / f"rank{rank}.err")), pattern)
-    run.events = [lines for lines in run.events if lines] or [[]]
-    paths = [*sorted(folder.glob("rank*.err")), folder / "launcher.err"]
-    errors = [text for path in paths if (text := read(path).strip())]
-    said = [line for text in errors for line in text.splitlines() if "RuntimeError: Expected to have" in line]
-    ends = [text.splitlines()[-1] + source_location(text) for text in errors]
-    run.error = next(iter([*said, *(line for line in ends if "Connection" not in line), *ends]), "")
-    return run
-
-
-def source_location(traceback: str) -> str:
-    """Return the file and line of the user's code in which a traceback ends, " (train.py:12)", or ""."""
-    frames = re.findall(r'^ *File "([^"<]+)", line (\d+)', traceback, re.MULTILINE)
-    others = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), str(Path(__file__).parent))
-    own = [f" ({Path(path).name}:{line})" for path, line in frames if not path.startswith(others)]
-    return "".join(own[-1:])
-
-
-def read(path: Path) -> str:
-    """Return the text of a file, or "" if it does not exist."""
-    return path.read_text(errors="replace") if path.exists() else ""
-
-
-def parse_event(line: str) -> dict[str, Any]:
-    """Return an event, with its sketches as arrays of shape (61,)."""
-    event: dict[str, Any] = json.loads(line)
-    return event | {name: np.array(event[name]) for name in SKETCHES if event.get(name)}
 
 
 def difference(a: Vector, b: Vector) -> float:
@@ -359,7 +251,7 @@ def has_one_data_set(run: Run, first: Run) -> bool:
 
 
 def check_shards(run: Run, first: Run, is_divided: bool) -> Finding | None:
-    """Return what is wrong with the division of samples over ranks, or None; `is_divided`: as in compare()."""
+    """Return what is wrong with how samples are divided over ranks, or None; is_divided: as in compare_runs()."""
     i = other_samples(run, first)
     if i is None:
         return None
@@ -449,11 +341,7 @@ def explain_gradient(run: Run, reference: Run, i: int, apart: float) -> Finding:
 def check_printed(run: Run, first: Run, rounding: Rounding, is_proven: bool) -> Iterator[Finding]:
     """Yield the printed series that differ from those of one process.
 
-    Args:
-        run: the run of several ranks.
-        first: the run of one process.
-        rounding: the effect of rounding.
-        is_proven: whether the gradients are known to equal those of one process, so that the printing is at fault.
+    If is_proven, the gradients are known to equal those of one process, so that the printing is at fault.
     """
     for name, series in first.series.items():
         other = run.series.get(name, Series(name))
@@ -488,16 +376,15 @@ def explain_evaluation(run: Run, first: Run) -> str:
     # Lightning begins with a few batches, as a check.
     largest = [max(lines, key=lambda line: len(line["rows"]), default=None) for lines in run.of("evaluation")]
     whole = max(first.of("evaluation")[0], key=lambda line: len(line["rows"]), default=None)
-    found = [line for line in largest if line]
     if not whole or not largest[0]:
         return "unknown"
-    drawn = Counter(row for line in found for row in line["rows"]) if all(largest) else Counter()
-    expected = Counter(whole["rows"])
     if not largest[0]["collectives"]:
         return "one-rank-evaluation"
-    if drawn.total() > expected.total() and set(drawn) == set(expected):
+    shares = [line["rows"] for line in largest if line]
+    drawn, expected = Counter(chain(*shares)), Counter(whole["rows"])
+    if all(largest) and drawn.total() > expected.total() and set(drawn) == set(expected):
         return "padded-evaluation"
-    return "mean-of-means" if len({len(line["rows"]) for line in found}) > 1 else "unknown"
+    return "mean-of-means" if len({len(rows) for rows in shares}) > 1 else "unknown"
 
 
 def is_unnamed_evaluation(series: Series, first: Run) -> bool:
@@ -508,17 +395,13 @@ def is_unnamed_evaluation(series: Series, first: Run) -> bool:
     return len(series.values) == len(first.of("evaluation")[0]) != len(first.steps)
 
 
-def compare(
+def compare_runs(
     run: Run, first: Run, replay: Run | None, rounding: Rounding, is_divided: bool = False
 ) -> list[Finding]:
     """Return all differences between a run of several processes and one process.
 
-    Args:
-        run: the run of several ranks.
-        first: the run of one process.
-        replay: a run of one process with the batches of `run`, if its own batches were different.
-        rounding: the effect of rounding at one process.
-        is_divided: whether a step is to have as many samples at every number of processes (GLOBAL_BATCH).
+    `replay` is a run of one process with the batches of `run`, if its own were different. If is_divided
+    (GLOBAL_BATCH), a step has to have as many samples at every number of processes.
     """
     if failure := run.failure():
         return [failure]

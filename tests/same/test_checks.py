@@ -15,9 +15,10 @@ import torch
 from recipes.common.errors import UserError
 from scripts.same import observe, script_job
 from scripts.same.__main__ import Session, main, parse_args
-from scripts.same.causes import CAUSES
-from scripts.same.compare import Finding, Rounding, Run, check_resumed, compare, load
+from scripts.same.causes import CAUSES, Finding
+from scripts.same.checks import Rounding, check_resumed, compare_runs
 from scripts.same.printed import read_series
+from scripts.same.recorded_run import Run, load
 from tests.same.bugs import BUGS, plant
 from tests.support import ROOT
 
@@ -277,7 +278,7 @@ def disturb(size):
 
 def causes(run, control=None):
     first = record(1, GRADIENTS)
-    findings = compare(run, first, None, Rounding(first, control or record(1, disturb(1e-7))))
+    findings = compare_runs(run, first, None, Rounding(first, control or record(1, disturb(1e-7))))
     return [(finding.cause, finding.what.split(":")[0]) for finding in findings]
 
 
@@ -287,7 +288,7 @@ def test_rounding_is_no_difference():
 
 def test_a_gradient_that_is_always_zero_is_noted():
     run = record(2, 0 * GRADIENTS)
-    assert [found.cause for found in compare(run, run, None, Rounding(run, run))] == ["zero-gradient"]
+    assert [found.cause for found in compare_runs(run, run, None, Rounding(run, run))] == ["zero-gradient"]
 
 
 def test_what_exceeds_rounding_is_found_in_its_first_step():
@@ -307,13 +308,13 @@ def test_what_is_not_finite_is_a_difference():
     gradients[2:] = np.nan
     assert causes(record(2, gradients)) == [("unknown", "step 3, gradient")]
     first = record(1, gradients)
-    assert compare(record(2, gradients), first, None, Rounding(first, first)) == []
+    assert compare_runs(record(2, gradients), first, None, Rounding(first, first)) == []
 
 
 def test_a_printed_loss_that_is_not_finite_is_no_note():
     run, first = record(2, GRADIENTS), record(1, GRADIENTS)
     run.series, first.series = read_series("loss 2.5 loss nan"), read_series("loss 2.5 loss 2.4")
-    findings = compare(run, first, None, Rounding(first, first))
+    findings = compare_runs(run, first, None, Rounding(first, first))
     assert [finding.cause for finding in findings] == ["unknown"]
 
 
@@ -339,7 +340,7 @@ def printed(text, world_size=1):
 )
 def test_what_is_printed_is_compared_to_its_own_last_digit_and_rounding(one, control, two, is_found):
     first = printed(one)
-    findings = compare(printed(two, 2), first, None, Rounding(first, printed(control or one)))
+    findings = compare_runs(printed(two, 2), first, None, Rounding(first, printed(control or one)))
     assert bool(findings) == is_found, findings
 
 
@@ -472,7 +473,7 @@ def test_ranks_that_draw_the_same_samples_before_the_last_batch_are_not_sharded(
     run = with_batches(record(2, GRADIENTS), *two)
     for records in run.steps:
         records[1]["rows"] = ["0", "1"]
-    found = compare(run, first, None, Rounding(first, first))
+    found = compare_runs(run, first, None, Rounding(first, first))
     assert (
         ("not-sharded", "epoch 1, samples: ranks share 1") in [(one.cause, one.what) for one in found]
     ) == is_found
