@@ -110,15 +110,11 @@ def restore_random_states(states: dict[str, Any]) -> None:
     np.random.set_state(states["numpy"])
 
 
-def seed_generators(rank: int) -> None:
-    """Seed the global random generators by rank.
-
-    A script that does not seed them then does the same in each run. Ranks differ, as they do without a seed: those
-    that are forked from one process would have the same state.
-    """
-    torch.manual_seed(rank)
-    random.seed(rank)
-    np.random.seed(rank)
+def seed_generators(seed: int) -> None:
+    """Seed the global random generators on the CPU."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 def checksums(states: dict[str, Any] | None = None) -> dict[str, int]:
@@ -400,9 +396,7 @@ class SeededSamples:
         """Return a sample and restore the generators; record the first sample that draws from them."""
         states = random_states()
         seed = zlib.crc32(repr(index).encode())
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed)
+        seed_generators(seed)
         seeded = checksums() if self.observer.unchecked else {}
         try:
             return self.dataset[index]
@@ -466,7 +460,10 @@ def run_script(script: str, argv: list[str]) -> None:
         os.dup2(file, number)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a script may end by os._exit()
     os.environ["SAME_REPORT"] = str(folder / f"rank{rank}.report")
+    # A script that does not seed them then does the same in each run. Ranks differ, as they do without a seed:
+    # those that are forked from one process would have the same state.
     seed_generators(int(rank))
+    torch.manual_seed(int(rank))  # on GPUs, too
     observer = Observer(folder, int(rank))
     install(observer)
     sys.argv = [script, *argv]

@@ -43,13 +43,8 @@ def run(
 ) -> list[int | None]:
     """Run a script to its end; return each rank's exit status, negative for a signal, None if it hung.
 
-    Args:
-        words: the script and its arguments.
-        launcher: the command before `-m scripts.same.observe`; the only status is then its own. "": a fork server.
-        world_size: number of ranks.
-        folder: folder in which the ranks record what they do; it is created.
-        timeout_s: time after which a job counts as hung.
-        variables: environment variables of the observer.
+    `launcher` is the command before `-m scripts.same.observe`, and the only status is then its own; "": a fork
+    server. The ranks record in the folder, which is created; `variables` are the observer's.
     """
     folder.mkdir(parents=True)
     env = node_environment(0, 1, world_size, visible_gpus(), free_port()) | variables
