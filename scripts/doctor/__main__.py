@@ -32,8 +32,9 @@ from recipes.common.options import one_of, positive_float, positive_int
 from recipes.common.process.node import Node
 from recipes.common.process.rendezvous_errors import MissingNodeError
 from scripts.doctor import collectives_job, folder, network, node, rendezvous, report
+from scripts.doctor.case import Case
 from scripts.doctor.folder import RunsFolder
-from scripts.doctor.rules import Case, judge, tally
+from scripts.doctor.rules import judge, tally
 from scripts.launch import local
 from scripts.launch.agent import read_node
 from scripts.launch.command import CommandParser, command, parse, temporary_folder
@@ -169,9 +170,8 @@ def lead(this_node: Node, args: Namespace, secret: str) -> int:
     """Act as node 0: gather the nodes, examine them and report; return the exit status."""
     begin = time.monotonic()
     checks = Checks(this_node, args, secret)
-    coordinator = rendezvous.Coordinator(secret, this_node.nnodes, checks.carry_out)
     case = Case(this_node.nnodes, f"{this_node.master_addr}:{this_node.master_port}", this_node.rdzv_timeout_s)
-    case.lost, case.clocks = coordinator.lost, coordinator.clocks
+    coordinator = rendezvous.Coordinator(case, secret, checks.carry_out)
     say(f"doctor: {report.count(this_node.nnodes, 'node')} at {case.master}")
     if this_node.nnodes > 1:
         try:
@@ -184,7 +184,6 @@ def lead(this_node: Node, args: Namespace, secret: str) -> int:
             say(f"error: {here} cannot listen at {case.master}: {why}; {remedy}")
             return 1
     examine(case, coordinator, args)
-    case.refused = sorted(coordinator.refused)
     case.messages = checks.folder.read_messages() if this_node.nnodes > 1 else {}
     findings = judge(case)
     status = 1 if tally(findings)["error"] else 0

@@ -9,40 +9,28 @@ the port's rate for a rail. They have not been measured on every kind of GPU; Az
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
 
+from scripts.doctor.case import Case, Findings
 from scripts.doctor.kernel_log import ADVICE, WATCH, XIDS
-
-if TYPE_CHECKING:
-    from scripts.doctor.rules import Case, Finding
 
 RAIL_SHARE = 0.5
 
 
-@dataclass(frozen=True)
-class Floor:
-    """The minimum speeds of a GPU."""
-
-    tflops: float
-    """bfloat16, 10^12 operations per second."""
-    host_gb_s: float
-    """GB/s in each direction between pinned memory and the GPU."""
-    peer_gb_s: float | None
-    """GB/s to the next GPU of the node over NVLink; None for boards without NVLink."""
+def minimum(tflops: float, host_gb_s: float, peer_gb_s: float = 0.0) -> dict[str, float]:
+    """Return the minimum of each measurement of torch_facts.py; without NVLink, peer_gb_s is 0."""
+    return {"tflops": tflops, "to_device_gb_s": host_gb_s, "from_device_gb_s": host_gb_s, "peer_gb_s": peer_gb_s}
 
 
 FLOORS = {
-    "B200": Floor(1100.0, 40.0, 350.0),
-    "H200 NVL": Floor(400.0, 40.0, None),
-    "H200": Floor(450.0, 40.0, 200.0),
-    "H100 80GB HBM3": Floor(450.0, 40.0, 200.0),
-    "H100 PCIe": Floor(300.0, 40.0, None),
-    "A100-SXM4": Floor(150.0, 18.0, 120.0),
-    "A100-PCIE": Floor(140.0, 18.0, None),
-    "A100 80GB PCIe": Floor(140.0, 18.0, None),
+    "B200": minimum(1100.0, 40.0, 350.0),
+    "H200 NVL": minimum(400.0, 40.0),
+    "H200": minimum(450.0, 40.0, 200.0),
+    "H100 80GB HBM3": minimum(450.0, 40.0, 200.0),
+    "H100 PCIe": minimum(300.0, 40.0),
+    "A100-SXM4": minimum(150.0, 18.0, 120.0),
+    "A100-PCIE": minimum(140.0, 18.0),
+    "A100 80GB PCIe": minimum(140.0, 18.0),
 }
 """Keyed by a part of the GPU's name in torch; the first match counts."""
 
@@ -57,23 +45,22 @@ MEASURED = {
 """For each measurement of torch_facts.py: its unit, and what to check if it is too low."""
 
 
-def gpu_floors(case: Case) -> Iterator[Finding]:
+def gpu_floors(case: Case) -> Findings:
     """Report GPUs, and their links to the host and to each other, that are below the floor of their kind."""
     for rank, torch in case.each("torch"):
         for device in torch.get("devices", []):
-            floor = next((floor for name, floor in FLOORS.items() if name in device["name"]), None)
-            if floor is None or " MIG " in device["name"]:  # a part of a GPU
+            floor = next((floor for name, floor in FLOORS.items() if name in device["name"]), {})
+            if " MIG " in device["name"]:  # a part of a GPU
                 continue
-            host = floor.host_gb_s
-            floors = (floor.tflops, host, host, floor.peer_gb_s)
-            for (key, (unit, remedy)), least in zip(MEASURED.items(), floors, strict=True):
+            for key, least in floor.items():
                 value = device.get(key)
-                if value is not None and least is not None and value < least:
+                if value is not None and value < least:
+                    unit, remedy = MEASURED[key]
                     what = f"{device['device']} ({device['name']}) does {value:.0f} {unit}"
                     yield case.error(rank, f"{what}, at least {least:.0f} are expected", remedy)
 
 
-def rails(case: Case) -> Iterator[Finding]:
+def rails(case: Case) -> Findings:
     """Report rails of GPUs, by local rank, that reach less than half of the slowest active RDMA port's rate."""
     for node, found in sorted(case.ranks.items()):
         rates = case.fact(node, "rdma_gbit_s", {}).values()
@@ -91,7 +78,7 @@ def rails(case: Case) -> Iterator[Finding]:
             yield case.error(node, f"{which} at {speed}", fix)
 
 
-def transport(case: Case) -> Iterator[Finding]:
+def transport(case: Case) -> Findings:
     """Report NCCL over sockets on a node that has RDMA devices, or on which FABRIC asks for another network."""
     for node, found in sorted(case.ranks.items()):
         networks = {rank.get("network") for rank in found["ranks"]} - {None}
@@ -108,7 +95,7 @@ def transport(case: Case) -> Iterator[Finding]:
             yield case.warning((node,), what, remedy)
 
 
-def kernel_log(case: Case) -> Iterator[Finding]:
+def kernel_log(case: Case) -> Findings:
     """Report Xid events and memory errors of the last day, with advice."""
     for rank, events in case.each("kernel_log"):
         for event in events:

@@ -21,8 +21,9 @@ from dataclasses import replace
 
 from recipes.common.options import positive_float
 from scripts.doctor import floors, kernel_log, node
+from scripts.doctor.case import Case, Findings
 from scripts.doctor.network import call_within
-from scripts.doctor.rules import Case, Findings, broken_gpus, node_errors
+from scripts.doctor.rules import broken_gpus, node_errors
 from scripts.launch.command import CommandParser, command, parse
 
 NVIDIA_SMI_S = 7.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections import Counter
 from typing import Any
 
 RECENT_S = 24 * 3600
@@ -45,21 +46,17 @@ MEMORY = re.compile(r"EDAC .*\b[1-9]\d* UE\b|Memory failure: |Hardware Error.*Un
 
 def parse(text: str, uptime_s: float, since_s: float = RECENT_S) -> list[dict[str, Any]]:
     """Count the events of the last since_s seconds, at most a day, in /dev/kmsg's records by device and number."""
-    found: dict[tuple[str, int], dict[str, Any]] = {}
+    found: Counter[tuple[str, int]] = Counter()
     for line in text.splitlines():
         head, _, message = line.partition(";")
         fields = head.split(",")
         if len(fields) < 3 or not fields[2].isdigit() or uptime_s - int(fields[2]) / 1e6 > min(since_s, RECENT_S):
             continue
         if (xid := XID.search(message)) and int(xid[2]) in XIDS:
-            key = (xid[1], int(xid[2]))
+            found[xid[1], int(xid[2])] += 1
         elif MEMORY.search(message):
-            key = ("memory", 0)
-        else:
-            continue
-        event = found.setdefault(key, {"device": key[0], "xid": key[1], "count": 0})
-        event["count"] += 1
-    return list(found.values())
+            found["memory", 0] += 1
+    return [{"device": device, "xid": xid, "count": count} for (device, xid), count in found.items()]
 
 
 def read(since_s: float = RECENT_S) -> list[dict[str, Any]] | None:

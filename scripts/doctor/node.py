@@ -27,7 +27,6 @@ from recipes.common.errors import UserError
 from recipes.common.record.provenance import revision
 from scripts.doctor import kernel_log
 from scripts.doctor.network import call_within
-from scripts.doctor.rules import ECC_FIELD, HOT_FIELDS
 from scripts.launch.command import ROOT
 from scripts.launch.cores import count_cores
 from scripts.launch.interface import interface_addresses, interface_to, local_end, resolve
@@ -116,19 +115,17 @@ def network(master_addr: str, name_timeout_s: int) -> Facts:
     import psutil
 
     family, target = resolve(master_addr, name_timeout_s)
-    chosen = interface_to(master_addr)
+    chosen, by = interface_to(master_addr), f"the way to {master_addr}"
     interfaces = interface_addresses(family)
-    by = f"the way to {master_addr}"
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        wanted = os.environ.get(name, "")
-        if name == "GLOO_SOCKET_IFNAME":  # a list of whole names
-            matches = [known for known in wanted.split(",") if known in interfaces]
-        else:
-            matches = [known for known in interfaces if interface_matches(wanted, known)]
-        if wanted and not matches:
-            raise UserError(f"{name}={wanted} is not an interface of this node (it has {', '.join(interfaces)})")
-        if name == "GLOO_SOCKET_IFNAME" and wanted:
-            chosen, by = matches[0], name
+    gloo, nccl = (os.environ.get(f"{library}_SOCKET_IFNAME", "") for library in ("GLOO", "NCCL"))
+    whole_names = [name for name in gloo.split(",") if name in interfaces]
+    matches = [name for name in interfaces if interface_matches(nccl, name)]
+    for library, wanted, known in (("GLOO", gloo, whole_names), ("NCCL", nccl, matches)):
+        if wanted and not known:
+            others = f"it has {', '.join(interfaces)}"
+            raise UserError(f"{library}_SOCKET_IFNAME={wanted} is not an interface of this node ({others})")
+    if gloo:
+        chosen, by = whole_names[0], "GLOO_SOCKET_IFNAME"
     addresses = interfaces[chosen]
     if not addresses:
         raise UserError(f"{chosen} has no address of the kind that {master_addr} has ({target[0]})")
@@ -213,6 +210,13 @@ def code_digest() -> str:
 
 
 GPU_FIELDS = ("index", "name", "driver_version", "memory.total", "memory.used", "temperature.gpu")
+ECC_FIELD = "ecc.errors.uncorrected.volatile.total"
+HOT_FIELDS = {
+    "clocks_throttle_reasons.hw_slowdown": "hardware slowdown",
+    "clocks_throttle_reasons.hw_thermal_slowdown": "too hot (hardware)",
+    "clocks_throttle_reasons.hw_power_brake_slowdown": "power brake",
+    "clocks_throttle_reasons.sw_thermal_slowdown": "too hot (driver)",
+}
 GPU_HEALTH = (ECC_FIELD, *HOT_FIELDS)
 
 

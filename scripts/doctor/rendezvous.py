@@ -23,6 +23,7 @@ from typing import Any
 from recipes.common.errors import UserError
 from recipes.common.process.node import Node
 from recipes.common.process.rendezvous_errors import MissingNodeError
+from scripts.doctor.case import Case
 from scripts.doctor.network import call_within
 from scripts.launch.echo import CONNECT_TIMEOUT_S, mac
 from scripts.launch.interface import resolve
@@ -134,17 +135,12 @@ def join(this_node: Node, secret: str, timeout_s: float) -> Channel:
 class Coordinator:
     """Node 0's side: the nodes that are present, and how to ask all of them."""
 
+    case: Case
+    """Where clocks, and nodes that were rejected or lost, are noted."""
     secret: str
-    nnodes: int
     carry_out: Callable[[Answer], Answer]
     """Carries out an order on node 0 itself."""
     channels: dict[int, Channel] = field(default_factory=dict)
-    clocks: dict[int, tuple[float, float]] = field(default_factory=lambda: {0: (0.0, 0.0)})
-    """By rank: the seconds that its clock is ahead of node 0's when it connects, and the possible error."""
-    lost: dict[int, tuple[str, str]] = field(default_factory=dict)
-    """By rank: the order during which a node was lost, and why."""
-    refused: list[tuple[int, str]] = field(default_factory=list)
-    """Nodes that were rejected: the rank that each claims, and why."""
     waiting: list[Channel] = field(default_factory=list)
     """Channels of rejected nodes, which stay open until the report is printed."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -154,9 +150,9 @@ class Coordinator:
         """Accept the other nodes until all are present or timeout_s has passed."""
         deadline, said_at = time.monotonic() + timeout_s, time.monotonic()
         listener.settimeout(0.2)
-        while len(self.channels) < self.nnodes - 1 and (now := time.monotonic()) < deadline:
+        while len(self.channels) < self.case.nnodes - 1 and (now := time.monotonic()) < deadline:
             if now > said_at + 10:
-                missing = [str(rank) for rank in range(1, self.nnodes) if rank not in self.channels]
+                missing = [str(rank) for rank in range(1, self.case.nnodes) if rank not in self.channels]
                 say(f"waiting for node {', '.join(missing)}, {deadline - now:.0f} s more at most")
                 said_at = now
             with contextlib.suppress(TimeoutError):
@@ -184,18 +180,18 @@ class Coordinator:
                     raise ConnectionAbortedError
                 if not hmac.compare_digest(str(hello["mac"]), expected):
                     reason = "it has another RDZV_ID: it belongs to another job"
-                elif nnodes != self.nnodes:
-                    reason = f"it has NNODES {nnodes}, node 0 has {self.nnodes}"
+                elif nnodes != self.case.nnodes:
+                    reason = f"it has NNODES {nnodes}, node 0 has {self.case.nnodes}"
                 elif rank in self.channels or not 0 < rank < nnodes:
                     reason = f"NODE_RANK {rank} is taken by another node"
                 else:
                     channel.send({"mac": mac(self.secret, f"head {own}".encode()).hex()})
-                    self.clocks[rank] = (offset_s, half_s)
+                    self.case.clocks[rank] = (offset_s, half_s)
                     self.channels[rank] = channel
                     return
-                if len(self.refused) >= MAX_REFUSED:
+                if len(self.case.refused) >= MAX_REFUSED:
                     raise ConnectionAbortedError
-                self.refused.append((rank, f"{address}: {reason}"))
+                self.case.refused.append((rank, f"{address}: {reason}"))
                 self.waiting.append(channel)
             channel.send({"refusal": reason})
             return
@@ -217,7 +213,7 @@ class Coordinator:
                     raise ValueError(f"its answer has no {', '.join(missing)}")
                 return answer
             except (OSError, ValueError) as error:
-                self.lost[rank] = (str(order["do"]), str(error) or type(error).__name__)
+                self.case.lost[rank] = (str(order["do"]), str(error) or type(error).__name__)
                 if rank:
                     self.channels.pop(rank).close()
                 return None

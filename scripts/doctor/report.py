@@ -7,7 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from scripts.doctor.rules import Case, Finding, links, tally
+from scripts.doctor.case import Case, Finding
+from scripts.doctor.rules import links, tally
 
 
 def count(number: int, what: str) -> str:

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 from scripts.doctor import floors
-
-Facts = dict[str, Any]
+from scripts.doctor.case import Case, Facts, Finding, Findings
+from scripts.doctor.node import ECC_FIELD, HOT_FIELDS
 
 MIB = 1024 * 1024
 SHM_BYTES = 512 * MIB
 """Docker and Kubernetes default to 64 MiB: a few batches of a data loader, or NCCL's buffers of one node."""
-
-PROBED = 32
-"""All nodes look for the files of at most this many in the shared folder: a node without it misses any of them."""
-
 OPEN_FILES = 1024
 LOCKED_BYTES = 1024 * MIB
 FREE_BYTES = {"runs": 1024 * MIB, "tmp": 64 * MIB}
@@ -36,126 +32,10 @@ SLOW_GPU = 0.75
 DRIVERS = {"12": 525, "13": 580}
 """The oldest driver for each major version of CUDA without cuda-compat (NVIDIA's CUDA compatibility guide)."""
 
-ECC_FIELD = "ecc.errors.uncorrected.volatile.total"
-HOT_FIELDS = {
-    "clocks_throttle_reasons.hw_slowdown": "hardware slowdown",
-    "clocks_throttle_reasons.hw_thermal_slowdown": "too hot (hardware)",
-    "clocks_throttle_reasons.hw_power_brake_slowdown": "power brake",
-    "clocks_throttle_reasons.sw_thermal_slowdown": "too hot (driver)",
-}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A fault and its remedy."""
-
-    severity: str
-    """error or warning."""
-    nodes: tuple[int, ...]
-    what: str
-    """The fault, with the nodes' names and the offending values."""
-    remedy: str
-    rule: str = ""
-
-    def __str__(self) -> str:
-        """Return the line that is printed."""
-        return f"{self.severity}: {self.what}; {self.remedy}"
-
-
-@dataclass
-class Case:
-    """What the nodes have found out; parts that were not reached are empty."""
-
-    nnodes: int
-    master: str = ""
-    """MASTER_ADDR:MASTER_PORT."""
-    wait_s: float = 0.0
-    facts: dict[int, Facts] = field(default_factory=dict)
-    """By rank: what node.gather returned."""
-    refused: list[tuple[int, str]] = field(default_factory=list)
-    """Nodes that were rejected: the rank that each claims, and why."""
-    messages: dict[int, str] = field(default_factory=dict)
-    """By rank: the message that a node that did not connect has left in the shared folder."""
-    lost: dict[int, tuple[str, str]] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
-    """Orders for which there was no time left."""
-    clocks: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """By rank: the seconds that its clock is ahead of node 0's, and the possible error."""
-    written: dict[int, Facts] = field(default_factory=dict)
-    seen: dict[int, list[int]] = field(default_factory=dict)
-    peers: dict[int, dict[str, Facts]] = field(default_factory=dict)
-    """What node a sees of node b: peers[a][str(b)]."""
-    ranks: dict[int, Facts] = field(default_factory=dict)
-    """By node: what collectives_job.run_ranks returned."""
-
-    def fact(self, rank: int, part: str, default: Any = None) -> Any:
-        """Return a part of a node's facts, or the default if the node has not sent it or does not know it."""
-        value = self.facts.get(rank, {}).get(part)
-        return default if value is None else value
-
-    def name(self, rank: int) -> str:
-        """Return a node's name for the report."""
-        host = self.fact(rank, "host")
-        return f"node {rank} ({host})" if host else f"node {rank}"
-
-    def names(self, ranks: Sequence[int]) -> str:
-        """Return the names of up to four nodes, and the number of others."""
-        text = ", ".join(self.name(rank) for rank in list(ranks)[:4])
-        return f"{text} and {len(ranks) - 4} more" if len(ranks) > 4 else text
-
-    def each(self, part: str) -> Iterator[tuple[int, Any]]:
-        """Yield each node's rank and its value of a part of the facts, if it has one."""
-        for rank in sorted(self.facts):
-            if (value := self.fact(rank, part)) is not None:
-                yield rank, value
-
-    def each_rank(self) -> Iterator[tuple[int, Facts]]:
-        """Yield the node and the notes of each rank of the doctor's own job."""
-        for node, found in sorted(self.ranks.items()):
-            for notes in found["ranks"]:
-                yield node, notes
-
-    def each_pair(self) -> Iterator[tuple[int, int, Facts]]:
-        """Yield each node, another node, and what the first sees of the other."""
-        for viewer, seen in sorted(self.peers.items()):
-            for other, found in sorted(seen.items(), key=lambda item: int(item[0])):
-                yield viewer, int(other), found
-
-    def machine(self, rank: int) -> str:
-        """Return an identifier of a node's machine; a unique one for a node that has sent none."""
-        return str(self.fact(rank, "machine", f"node {rank}"))
-
-    def network(self, rank: int) -> Facts:
-        """Return a node's network facts, or question marks if the node does not know them."""
-        unknown = {**dict.fromkeys(("address", "interface", "mtu"), "?"), "addresses": []}
-        return self.fact(rank, "network", unknown)
-
-    def probed(self) -> list[int]:
-        """Return the nodes whose files in the runs folder all nodes look for, evenly spaced."""
-        writers = [rank for rank, written in self.written.items() if not written.get("error")]
-        return writers[:: max(1, -(-len(writers) // PROBED))]
-
-    def runs_dir(self, rank: int) -> str:
-        """Return the path of a node's runs folder."""
-        return str(self.fact(rank, "disk", {}).get("runs", "the runs folder"))
-
-    def error(self, nodes: int | Sequence[int], what: str, remedy: str, severity: str = "error") -> Finding:
-        """Return an error of one node, whose name is put in front, or of several nodes."""
-        if isinstance(nodes, int):
-            return Finding(severity, (nodes,), f"{self.name(nodes)}: {what}", remedy)
-        return Finding(severity, tuple(nodes), what, remedy)
-
-    def warning(self, nodes: int | Sequence[int], what: str, remedy: str) -> Finding:
-        """Return a warning."""
-        return self.error(nodes, what, remedy, "warning")
-
-
-Findings = Iterator[Finding]
-
 
 def attendance(case: Case) -> Findings:
     """Report nodes that did not connect, were rejected or were lost, and orders that were skipped."""
-    for rank, line in case.refused:
+    for rank, line in sorted(case.refused):
         what = f"node 0 rejected node {rank} at {line}"
         fix = "give each node of the job the same NNODES and RDZV_ID and its own NODE_RANK"
         yield case.error((rank,), what, fix)
@@ -445,34 +325,29 @@ def gpus_visible(case: Case) -> Findings:
 
 def broken_gpus(case: Case) -> Findings:
     """Report GPUs with uncorrected ECC errors, and GPUs that nvidia-smi calls lost or in need of a reset."""
-    for rank, gpus in case.each("gpus"):
-        for gpu in gpus:
-            name = f"GPU {gpu.get('index')} ({gpu.get('name')})"
-            errors = gpu.get(ECC_FIELD, "")
-            if errors.isdigit() and int(errors):
-                what = f"{name} has {errors} uncorrected ECC errors"
-                yield case.error(rank, what, "reset it or replace it (nvidia-smi -q -d ECC)")
-            if lost := re.search(r"\[(GPU is lost|GPU requires reset|Unknown Error)\]", " ".join(gpu.values())):
-                yield case.error(rank, f"{name}: nvidia-smi says {lost[1]}", "see dmesg; restart the node")
+    for rank, name, gpu in case.each_gpu():
+        errors = gpu.get(ECC_FIELD, "")
+        if errors.isdigit() and int(errors):
+            what = f"{name} has {errors} uncorrected ECC errors"
+            yield case.error(rank, what, "reset it or replace it (nvidia-smi -q -d ECC)")
+        if lost := re.search(r"\[(GPU is lost|GPU requires reset|Unknown Error)\]", " ".join(gpu.values())):
+            yield case.error(rank, f"{name}: nvidia-smi says {lost[1]}", "see dmesg; restart the node")
 
 
 def gpu_health(case: Case) -> Findings:
     """Report GPUs that nvidia-smi shows as broken, as throttled, or with memory in use already."""
     yield from broken_gpus(case)
-    for rank, gpus in case.each("gpus"):
-        for gpu in gpus:
-            name = f"GPU {gpu.get('index')} ({gpu.get('name')})"
-            if ECC_FIELD not in gpu:
-                what = f"{name}: nvidia-smi does not report its ECC errors and clocks"
-                yield case.warning(rank, what, "see nvidia-smi --help-query-gpu for what this driver calls them")
-            hot = [words for key, words in HOT_FIELDS.items() if gpu.get(key) == "Active"]
-            if hot:
-                what = f"{name} is throttled: {', '.join(hot)}, {gpu.get('temperature.gpu')} C"
-                yield case.error(rank, what, "see to its cooling and power (nvidia-smi -q -d PERFORMANCE)")
-            used, total = gpu.get("memory.used", ""), gpu.get("memory.total", "")
-            if used.isdigit() and total.isdigit() and int(used) > 0.1 * int(total):
-                what = f"{name}: {used} of {total} MiB are in use already"
-                yield case.warning(rank, what, "see nvidia-smi for the processes that hold it")
+    for rank, name, gpu in case.each_gpu():
+        if ECC_FIELD not in gpu:
+            what = f"{name}: nvidia-smi does not report its ECC errors and clocks"
+            yield case.warning(rank, what, "see nvidia-smi --help-query-gpu for what this driver calls them")
+        if hot := [words for key, words in HOT_FIELDS.items() if gpu.get(key) == "Active"]:
+            what = f"{name} is throttled: {', '.join(hot)}, {gpu.get('temperature.gpu')} C"
+            yield case.error(rank, what, "see to its cooling and power (nvidia-smi -q -d PERFORMANCE)")
+        used, total = gpu.get("memory.used", ""), gpu.get("memory.total", "")
+        if used.isdigit() and total.isdigit() and int(used) > 0.1 * int(total):
+            what = f"{name}: {used} of {total} MiB are in use already"
+            yield case.warning(rank, what, "see nvidia-smi for the processes that hold it")
 
 
 def collectives(case: Case) -> Findings:

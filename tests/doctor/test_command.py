@@ -17,6 +17,7 @@ from recipes.common.errors import UserError
 from recipes.common.process.node import Node
 from recipes.common.process.rendezvous_errors import MissingNodeError
 from scripts.doctor import folder, rendezvous
+from scripts.doctor.case import Case
 from scripts.launch import echo
 from scripts.launch.local import free_port
 from tests.support import Command, wait_until, write_program
@@ -172,18 +173,18 @@ def test_a_stranger_cannot_be_node_0_and_does_not_get_the_word(stranger):
 
 
 def test_strangers_do_not_hold_up_the_meeting():
-    met = rendezvous.Coordinator("word", 2, lambda order: order)
+    met = rendezvous.Coordinator(Case(2), "word", lambda order: order)
     listener = echo.listen("127.0.0.1", port := free_port())
     with socket.create_connection(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port)) as rude:
         rude.sendall(b"GET / HTTP/1.1\r\n\r\n")
         met.gather(listener, 0.5, lambda _: None)
-    assert (met.channels, met.refused) == ({}, [])
+    assert (met.channels, met.case.refused) == ({}, [])
 
 
 def test_strangers_do_not_take_the_place_of_a_node(monkeypatch):
     monkeypatch.setattr(rendezvous, "MAX_REFUSED", 2)
     monkeypatch.setattr(rendezvous, "SILENCE_S", 0.1)
-    met = rendezvous.Coordinator("word", 2, lambda order: order)
+    met = rendezvous.Coordinator(Case(2), "word", lambda order: order)
     listener = echo.listen("127.0.0.1", port := free_port())
     gathering = threading.Thread(target=met.gather, args=(listener, 20, lambda _: None))
     gathering.start()
@@ -195,29 +196,31 @@ def test_strangers_do_not_take_the_place_of_a_node(monkeypatch):
     rendezvous.join(place(port), "word", 5)
     gathering.join(20)
     assert list(met.channels) == [1]
-    assert len(met.refused) == 2
+    assert len(met.case.refused) == 2
 
 
 @pytest.mark.parametrize("hello", [b'{"rank": Infinity, "nnodes": 2, "nonce": ""}\n', b"[" * 100_000 + b"\n"])
 def test_what_a_stranger_sends_is_no_error_of_node_0(hello):
     own, theirs = socket.socketpair()
     theirs.sendall(hello)
-    met = rendezvous.Coordinator("word", 2, lambda order: order)
+    met = rendezvous.Coordinator(Case(2), "word", lambda order: order)
     met.welcome(rendezvous.Channel(own), "10.0.0.9")
-    assert (met.channels, met.refused) == ({}, [])
+    assert (met.channels, met.case.refused) == ({}, [])
 
 
 def test_a_node_that_falls_silent_is_lost_within_the_bound():
     one, other = socket.socketpair()
-    met = rendezvous.Coordinator("word", 2, lambda order: {"time": 0.0}, channels={1: rendezvous.Channel(one)})
+    met = rendezvous.Coordinator(
+        Case(2), "word", lambda order: {"time": 0.0}, channels={1: rendezvous.Channel(one)}
+    )
     other.sendall(b'{"time"')  # a partial answer does not count
     assert met.ask_all({"do": "facts"}, 0.5) == {0: {"time": 0.0}}
-    assert met.lost == {1: ("facts", "no answer within 0 s")}
+    assert met.case.lost == {1: ("facts", "no answer within 0 s")}
     assert met.channels == {}
     other.close()
 
 
 def test_an_own_part_that_hangs_is_lost_within_the_bound():
-    met = rendezvous.Coordinator("word", 1, lambda order: time.sleep(2) or {})
+    met = rendezvous.Coordinator(Case(1), "word", lambda order: time.sleep(2) or {})
     assert met.ask_all({"do": "write"}, 0.2) == {}
-    assert met.lost[0][0] == "write"
+    assert met.case.lost[0][0] == "write"

@@ -22,8 +22,9 @@ from recipes.common.errors import UserError
 from recipes.common.process.node import Node
 from recipes.common.process.ranks import Ranks
 from scripts.doctor import collectives, folder, kernel_log, node, rendezvous, report, torch_facts
+from scripts.doctor.case import Case, Finding
 from scripts.doctor.collectives_job import read as read_rank
-from scripts.doctor.rules import RULES, Case, Finding, judge, outliers, tally
+from scripts.doctor.rules import RULES, judge, outliers, tally
 from scripts.launch.processes import Ended
 from tests.support import write_program
 
@@ -600,7 +601,9 @@ def test_a_part_that_fails_or_hangs_leaves_the_others_alone(monkeypatch, tmp_pat
 def test_a_node_that_answers_with_something_else_is_lost_with_the_reason():
     """Its code may be of another revision, so its answer may lack any key."""
     one, other = socket.socketpair()
-    head = rendezvous.Coordinator("word", 2, lambda order: {"facts": 1}, channels={1: rendezvous.Channel(one)})
+    head = rendezvous.Coordinator(
+        Case(2), "word", lambda order: {"facts": 1}, channels={1: rendezvous.Channel(one)}
+    )
     follower = rendezvous.Channel(other)
 
     def follow():
@@ -610,11 +613,11 @@ def test_a_node_that_answers_with_something_else_is_lost_with_the_reason():
     thread = threading.Thread(target=follow)
     thread.start()
     assert head.ask_all({"do": "facts"}, 5, ["facts"]) == {0: {"facts": 1}}
-    assert head.lost == {1: ("facts", "KeyError 'facts'")}
+    assert head.case.lost == {1: ("facts", "KeyError 'facts'")}
     thread.join(5)
-    head = rendezvous.Coordinator("word", 1, lambda order: {"other": 1})
+    head = rendezvous.Coordinator(Case(1), "word", lambda order: {"other": 1})
     assert head.ask_all({"do": "facts"}, 5, ["names", "other"]) == {}
-    assert head.lost == {0: ("facts", "its answer has no names")}
+    assert head.case.lost == {0: ("facts", "its answer has no names")}
 
 
 def test_a_node_waits_for_the_first_order_as_long_as_node_0_does_for_the_others(monkeypatch):
@@ -660,7 +663,7 @@ def test_the_offset_of_a_clock_is_taken_at_the_middle_of_its_answer(monkeypatch)
     monkeypatch.setattr(rendezvous.time, "time", lambda: now[0])
     one, other = socket.socketpair()
     head, follower = rendezvous.Channel(one), rendezvous.Channel(other)
-    met = rendezvous.Coordinator("word", 2, dict)
+    met = rendezvous.Coordinator(Case(2), "word", dict)
     receive, send = head.receive, follower.send
 
     def answer(message):
@@ -677,7 +680,7 @@ def test_the_offset_of_a_clock_is_taken_at_the_middle_of_its_answer(monkeypatch)
     joining.start()
     met.welcome(head, "10.0.0.1")
     joining.join(10)
-    assert met.clocks == {0: (0.0, 0.0), 1: (pytest.approx(30.0), pytest.approx(0.1))}
+    assert met.case.clocks == {0: (0.0, 0.0), 1: (pytest.approx(30.0), pytest.approx(0.1))}
 
 
 def test_the_verdict_counts_errors_and_warnings():
