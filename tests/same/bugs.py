@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 RIGHT = Path(__file__).with_name("right.py")
+RESUME = ("--resume", "auto")
 
+LOSS = "(ddp(points), labels) /"
 WRAPPED = "ddp = DistributedDataParallel(model)\n"
+EXTRA = f"model.extra = nn.Parameter(torch.zeros(3))\n{WRAPPED[:-1]} if world_size > 1 else model\n"
 STEP = "            optimizer.step()\n"
 BY_HAND = """            for weight in model.parameters():
                 dist.all_reduce(weight.grad)
                 weight.grad /= world_size
 """
+SUM_BY_HAND = BY_HAND.replace("/= world_size", "/= 1")
 UNWRAPPED = {WRAPPED: "ddp = model\n"}
+EXCHANGED = {**UNWRAPPED, STEP: BY_HAND + STEP}
+ACCUMULATE = {'"--accumulate", type=int, default=1': '"--accumulate", type=int, default=2'}
+SEED, SEED_BY_RANK = "torch.manual_seed(0)\n", "torch.manual_seed(100 + rank)\n"
+RATE = "lr=0.1,"
 SAMPLER = "sampler = DistributedSampler(train)\n"
 LOADER = "loader = DataLoader(train, args.batch_size // args.accumulate, sampler=sampler)\n"
+WORKERS = {"sampler=sampler)": "sampler=sampler, num_workers=1)"}
+SHARES = """shares = [b.tensor_split(world_size)[rank].tolist() for b in torch.arange(51).split(12)]
+loader = DataLoader(train, batch_sampler=shares)
+"""
 SHARE = "        points, labels = test.points[rank::world_size], test.labels[rank::world_size]\n"
 PADDED = """        indices = list(DistributedSampler(test, shuffle=False))
         points, labels = test.points[indices], test.labels[indices]
@@ -23,115 +34,130 @@ PADDED = """        indices = list(DistributedSampler(test, shuffle=False))
 MEANS = "        total[0], total[1] = total[0] / total[1], 1\n"
 REDUCE = "    dist.all_reduce(total)\n"
 LOAD = '    model.load_state_dict(state["model"])\n'
+LOAD_OPTIMIZER = '    optimizer.load_state_dict(state["optimizer"])\n'
+LOAD_RATE = "    optimizer.param_groups[0]['lr'] = state['optimizer']['param_groups'][0]['lr']\n"
+SGD = "optimizer = torch.optim.SGD("
+EXCHANGING = """class Exchanging(torch.optim.SGD):
+    def step(self):
+        for weight in model.parameters():
+            weight.grad = weight.grad / world_size
+            dist.all_reduce(weight.grad)
+        super().step()
 
 
-@dataclass(frozen=True)
-class Bug:
-    """A bug, and the cause that `make same` must name for it."""
+optimizer = Exchanging("""
 
-    cause: str
-    edits: dict[str, str]
-    options: tuple[str, ...] = ()
-    """Options of the command, in addition to the script and its batch size."""
-    argv: tuple[str, ...] = ()
-
-
-RATE_ONLY = "    optimizer.param_groups[0]['lr'] = state['optimizer']['param_groups'][0]['lr']\n"
-RESUME = ("--resume", "auto")
 BUGS = {
-    "loss divided by the world size": Bug(
-        "loss-scaled", {"(ddp(points), labels) /": "(ddp(points), labels) / world_size /"}
-    ),
-    "loss multiplied by it": Bug(
-        "loss-scaled", {"(ddp(points), labels) /": "(ddp(points), labels) * world_size /"}
-    ),
-    "gradients summed, not averaged": Bug(
-        "loss-scaled", {**UNWRAPPED, STEP: BY_HAND.replace("/= world_size", "/= 1") + STEP}
-    ),
-    "no set_epoch": Bug("no-set-epoch", {"    sampler.set_epoch(epoch)\n": ""}),
-    "padded evaluation": Bug("padded-evaluation", {SHARE: PADDED}),
-    "evaluation of one rank": Bug("one-rank-evaluation", {REDUCE: ""}),
-    "evaluation by the mean of means": Bug("mean-of-means", {REDUCE: MEANS + REDUCE}),
-    "no_sync in every pass": Bug("no-sync-always", {"sync = is_last": "sync = False"}, argv=("--accumulate", "2")),
-    "no_sync in the last pass": Bug(
-        "no-sync-always", {"sync = is_last": "sync = not is_last"}, argv=("--accumulate", "2")
-    ),
-    "the wrapper is not called": Bug("around-ddp", {"cross_entropy(ddp(points)": "cross_entropy(model(points)"}),
-    "no exchange": Bug("not-synchronised", UNWRAPPED),
-    "exchange after the step": Bug("not-synchronised", {**UNWRAPPED, STEP: STEP + BY_HAND}),
-    "the result of the exchange is dropped": Bug(
-        "not-synchronised",
-        {
+    "loss-scaled": {
+        "loss divided by the world size": {LOSS: f"{LOSS} world_size /"},
+        "loss multiplied by it": {LOSS: LOSS.replace("/", "* world_size /")},
+        "gradients summed, not averaged": {**UNWRAPPED, STEP: SUM_BY_HAND + STEP},
+        "gradients summed in the optimizer's step": {**UNWRAPPED, SGD: EXCHANGING.replace(" / world_size", "")},
+    },
+    "no-set-epoch": {"no set_epoch": {"    sampler.set_epoch(epoch)\n": ""}},
+    "padded-evaluation": {"padded evaluation": {SHARE: PADDED}},
+    "one-rank-evaluation": {"evaluation of one rank": {REDUCE: ""}},
+    "mean-of-means": {
+        "evaluation by the mean of means": {REDUCE: MEANS + REDUCE},
+        "mean of unequal shares": {"Points(48,": "Points(51,", LOADER: SHARES},
+    },
+    "no-sync-always": {
+        "no_sync in every pass": {**ACCUMULATE, "sync = is_last": "sync = False"},
+        "no_sync in the last pass": {**ACCUMULATE, "sync = is_last": "sync = not is_last"},
+    },
+    "around-ddp": {"the wrapper is not called": {"cross_entropy(ddp(points)": "cross_entropy(model(points)"}},
+    "not-synchronised": {
+        "no exchange": UNWRAPPED,
+        "exchange after the step": {**UNWRAPPED, STEP: STEP + BY_HAND},
+        "the result of the exchange is dropped": {
             **UNWRAPPED,
-            STEP: BY_HAND.replace("weight.grad)", "weight.grad.clone())").replace("/= world_size", "/= 1") + STEP,
+            STEP: SUM_BY_HAND.replace("weight.grad)", "weight.grad.clone())") + STEP,
         },
-    ),
-    "no broadcast": Bug(
-        "no-broadcast", {**UNWRAPPED, STEP: BY_HAND + STEP, "torch.manual_seed(0)": "torch.manual_seed(rank)"}
-    ),
-    "no broadcast and no seed": Bug(
-        "no-broadcast", {**UNWRAPPED, STEP: BY_HAND + STEP, "torch.manual_seed(0)\n": ""}
-    ),
-    "learning rate scaled": Bug("learning-rate-scaled", {"lr=0.1,": "lr=0.1 * world_size,"}),
-    "learning rate scaled twice": Bug("learning-rate-scaled", {"lr=0.1,": "lr=0.1 * world_size**2,"}),
-    "one seed for augmentation": Bug("same-augmentation", {"torch.manual_seed(100 + rank)\n": ""}),
-    "one seed for workers": Bug(
-        "same-augmentation",
-        {"torch.manual_seed(100 + rank)\n": "", "sampler=sampler)": "sampler=sampler, num_workers=1)"},
-    ),
-    "one seed for augmentation on the device": Bug(
-        "same-augmentation",
-        {
-            "torch.manual_seed(100 + rank)\n": "",
+    },
+    "no-broadcast": {
+        "no broadcast": {**EXCHANGED, SEED: "torch.manual_seed(rank)\n"},
+        "no broadcast and no seed": {**EXCHANGED, SEED: ""},
+    },
+    "learning-rate-scaled": {
+        "learning rate scaled": {RATE: "lr=0.1 * world_size,"},
+        "learning rate scaled twice": {RATE: "lr=0.1 * world_size**2,"},
+    },
+    "same-augmentation": {
+        "one seed for augmentation": {SEED_BY_RANK: ""},
+        "one seed for workers": {SEED_BY_RANK: "", **WORKERS},
+        "one seed for augmentation on the device": {
+            SEED_BY_RANK: "",
             "(48, 1, 0.1)": "(48, 1, 0.0)",
             "ddp(points)": "ddp(points + 0.1 * torch.randn_like(points))",
         },
-    ),
-    "batch norm": Bug("batch-norm", {"nn.LayerNorm(16)": "nn.BatchNorm1d(16)"}),
-    "unused parameters": Bug(
-        "unused-parameters",
-        {WRAPPED: f"model.extra = nn.Parameter(torch.zeros(3))\n{WRAPPED[:-1]} if world_size > 1 else model\n"},
-    ),
-    "batch not divided": Bug(
-        "batch-not-divided",
-        {"args.batch_size // args.accumulate, sampler": "args.batch_size * world_size, sampler"},
-    ),
-    "dropped samples": Bug(
-        "dropped-samples",
-        {"Points(48,": "Points(49,", SAMPLER: SAMPLER.replace(")", ", shuffle=False, drop_last=True)")},
-    ),
-    "not sharded": Bug(
-        "not-sharded", {LOADER: LOADER.replace("sampler=", "shuffle=True, generator=torch.Generator())  # ")}
-    ),
-    "step on one rank": Bug("other-steps", {STEP: STEP.replace("optimizer", "rank == 0 and optimizer")}),
-    "sampler seeded by rank": Bug("not-sharded", {SAMPLER: SAMPLER.replace(")", ", seed=rank)")}),
-    "shuffled by each rank": Bug("not-sharded", {LOADER: LOADER.replace("sampler=", "shuffle=True)  # ")}),
-    "mean of unequal shares": Bug(
-        "mean-of-means",
-        {
-            "Points(48,": "Points(51,",
-            LOADER: "shares = [b.tensor_split(world_size)[rank].tolist() for b in torch.arange(51).split(12)]\n"
-            "loader = DataLoader(train, batch_sampler=shares)\n",
-        },
-    ),
-    "printed loss summed": Bug("printed-loss-scaled", {"mean.item() / world_size": "mean.item()"}),
-    "data repeated after a resume": Bug(
-        "data-repeated", {'first_epoch = state["epoch"]': "first_epoch = 0"}, RESUME
-    ),
-    "scheduler not resumed": Bug(
-        "learning-rate-not-resumed", {'    scheduler.load_state_dict(state["scheduler"])\n': ""}, RESUME
-    ),
-    "optimizer not resumed": Bug(
-        "optimizer-not-resumed",
-        {'    optimizer.load_state_dict(state["optimizer"])\n': RATE_ONLY},
-        RESUME,
-    ),
-    "all epochs again after a resume": Bug(
-        "steps-not-resumed", {"range(first_epoch, 3)": "range(first_epoch, first_epoch + 3)"}, RESUME
-    ),
-    "checkpoint read on one rank": Bug("weights-not-resumed", {LOAD: f"    if rank == 0:\n    {LOAD}"}, RESUME),
-    "checkpoint not read": Bug("starts-over", {"os.path.exists(args.checkpoint)": "False"}, RESUME),
+    },
+    "batch-norm": {"batch norm": {"nn.LayerNorm(16)": "nn.BatchNorm1d(16)"}},
+    "unused-parameters": {"unused parameters": {WRAPPED: EXTRA}},
+    "batch-not-divided": {
+        "batch not divided": {
+            "args.batch_size // args.accumulate, sampler": "args.batch_size * world_size, sampler"
+        }
+    },
+    "dropped-samples": {
+        "dropped samples": {
+            "Points(48,": "Points(49,",
+            SAMPLER: SAMPLER.replace(")", ", shuffle=False, drop_last=True)"),
+        }
+    },
+    "not-sharded": {
+        "not sharded": {LOADER: LOADER.replace("sampler=", "shuffle=True, generator=torch.Generator())  # ")},
+        "sampler seeded by rank": {SAMPLER: SAMPLER.replace(")", ", seed=rank)")},
+        "shuffled by each rank": {LOADER: LOADER.replace("sampler=", "shuffle=True)  # ")},
+    },
+    "other-steps": {"step on one rank": {STEP: STEP.replace("optimizer", "rank == 0 and optimizer")}},
+    "printed-loss-scaled": {"printed loss summed": {"mean.item() / world_size": "mean.item()"}},
 }
+"""By the cause that `make same` must name for it, and by its name in docs/same.md."""
+
+RESUME_BUGS = {
+    "data-repeated": {"data repeated after a resume": {'first_epoch = state["epoch"]': "first_epoch = 0"}},
+    "learning-rate-not-resumed": {
+        "scheduler not resumed": {'    scheduler.load_state_dict(state["scheduler"])\n': ""}
+    },
+    "optimizer-not-resumed": {"optimizer not resumed": {LOAD_OPTIMIZER: LOAD_RATE}},
+    "steps-not-resumed": {
+        "all epochs again after a resume": {"range(first_epoch, 3)": "range(first_epoch, first_epoch + 3)"}
+    },
+    "weights-not-resumed": {"checkpoint read on one rank": {LOAD: f"    if rank == 0:\n    {LOAD}"}},
+    "starts-over": {"checkpoint not read": {"os.path.exists(args.checkpoint)": "False"}},
+}
+"""Those that show after a resume."""
+
+DISTRIBUTED = "import torch.distributed as dist\n"
+INIT_OPTIMIZER = "    torch.distributed.checkpoint.state_dict._init_optim_state(optimizer)\n"
+EVALUATION = """            mean = torch.zeros(())
+            with torch.no_grad():
+                for points, labels in DataLoader(test, 5) if i == 2 else ():
+                    print(f"test_loss {cross_entropy(model(points), labels).item():.6f}")
+    model.eval()"""
+BETWEEN_BATCHES = {
+    "Points(48,": "Points(49,",
+    "sampler=sampler)": "sampler=sampler, num_workers=2)",
+    "            mean = torch.zeros(())\n    model.eval()": EVALUATION,
+}
+CONTEXT = "multiprocessing.context._default_context"
+FORKSERVER = f"{CONTEXT}._default_context = multiprocessing.get_context('forkserver')"
+NO_BUGS = {
+    "accumulation": ACCUMULATE,
+    "an optimizer that exchanges in its step": {**UNWRAPPED, SGD: EXCHANGING},
+    # torch.distributed.checkpoint makes the state by an empty step before it loads a checkpoint.
+    "an empty step that makes the optimizer's state": {
+        LOAD_OPTIMIZER: INIT_OPTIMIZER + LOAD_OPTIMIZER,
+        DISTRIBUTED: f"{DISTRIBUTED}import torch.distributed.checkpoint.state_dict\n",
+    },
+    # All ranks evaluate the same samples, which are no training samples; those are padded to 50.
+    "an evaluation between batches that workers have drawn": BETWEEN_BATCHES,
+    "the same with workers by fork server, as from Python 3.14 on": {
+        **BETWEEN_BATCHES,
+        "import torch\n": f"import multiprocessing\n{FORKSERVER}\nimport torch\n",
+    },
+}
+"""Changes after which the script still trains the same, and resumes."""
 
 
 def plant(edits: dict[str, str], folder: Path) -> Path:

@@ -12,12 +12,10 @@ from scripts.same.__main__ import main
 from scripts.same.causes import NOTES
 from scripts.same.recorded_run import load
 from tests.conftest import require
-from tests.same.bugs import BUGS, RESUME, RIGHT, UNWRAPPED, plant
+from tests.same.bugs import BUGS, NO_BUGS, PADDED, RESUME, RESUME_BUGS, RIGHT, SHARE, UNWRAPPED, plant
 from tests.support import ROOT
 
 pytestmark = pytest.mark.slow
-GLOBAL_BATCH = ("--global-batch", "12")
-LOCAL_BATCH = ("--", "--batch-size", "{local_batch}")
 CHECKPOINT = ("--checkpoint", "{run_dir}/c.pt")
 PAGES = {
     "single": (),
@@ -28,9 +26,27 @@ PAGES = {
 }
 
 
+@pytest.fixture
+def same(capsys):
+    """Return a function that runs `make same`, by default at 1 and 2 processes; it returns status and output."""
+
+    def run(script, *options, argv=()):
+        batch, sizes = ("--global-batch", "12"), ("--world-sizes", "1 2")
+        status = main([str(script), *batch, *sizes, *options, "--", "--batch-size", "{local_batch}", *argv])
+        output = capsys.readouterr()
+        return status, output.out + output.err
+
+    return run
+
+
+def causes(output):
+    """Return the causes in a verdict, with notes."""
+    return set(re.findall(r"\[([a-z-]+)\]$", output, re.MULTILINE))
+
+
 def named(output):
     """Return the causes in a verdict, without notes."""
-    return {cause for cause in re.findall(r"\[([a-z-]+)\]$", output, re.MULTILINE) if cause not in NOTES}
+    return causes(output) - set(NOTES)
 
 
 def shown(command):
@@ -45,9 +61,9 @@ def without_measurements(text):
     return re.sub(r"\de-\d+", "#e-#", text).strip().splitlines()
 
 
-def test_the_right_script_gives_what_the_page_shows(capsys):
-    status = main([str(RIGHT), *GLOBAL_BATCH, *RESUME, *LOCAL_BATCH, *CHECKPOINT])
-    assert without_measurements(capsys.readouterr().out) == shown("SCRIPT=tests/same/right.py")
+def test_the_right_script_gives_what_the_page_shows(same):
+    status, output = same(RIGHT, "--world-sizes", "1 2 3", *RESUME, argv=CHECKPOINT)
+    assert without_measurements(output) == shown("SCRIPT=tests/same/right.py")
     assert status == 0
 
 
@@ -59,22 +75,33 @@ def test_a_batch_that_grows_with_the_processes_is_said(capsys):
     assert "[other-order]" not in output
 
 
-def test_a_wrong_script_gives_what_the_page_shows(capsys, tmp_path):
-    script = plant(BUGS["padded evaluation"].edits, tmp_path)
-    assert main([str(script), *GLOBAL_BATCH, *LOCAL_BATCH]) == 1
-    assert without_measurements(capsys.readouterr().out) == shown("SCRIPT=wrong.py")
-
-
-@pytest.mark.parametrize("name", BUGS)
-def test_a_planted_bug_is_named(capsys, tmp_path, name):
-    bug = BUGS[name]
-    script = str(plant(bug.edits, tmp_path))
-    status = main(
-        [script, *GLOBAL_BATCH, "--world-sizes", "1 2", *bug.options, *LOCAL_BATCH, *CHECKPOINT, *bug.argv]
-    )
-    output = capsys.readouterr()
-    assert named(output.out) == {bug.cause}, output
+def test_a_wrong_script_gives_what_the_page_shows(same, tmp_path):
+    script = plant({SHARE: PADDED}, tmp_path)
+    status, output = same(script, "--world-sizes", "1 2 3")
+    assert without_measurements(output) == shown("SCRIPT=wrong.py")
     assert status == 1
+
+
+PLANTED = [
+    pytest.param(cause, edits, options, id=name)
+    for options, group in (((), BUGS), (RESUME, RESUME_BUGS))
+    for cause, bugs in group.items()
+    for name, edits in bugs.items()
+]
+
+
+@pytest.mark.parametrize(("cause", "edits", "options"), PLANTED)
+def test_a_planted_bug_is_named(same, tmp_path, cause, edits, options):
+    status, output = same(plant(edits, tmp_path), *options, argv=CHECKPOINT)
+    assert named(output) == {cause}, output
+    assert status == 1
+
+
+@pytest.mark.parametrize("edits", NO_BUGS.values(), ids=NO_BUGS)
+def test_what_is_no_bug_raises_no_alarm(same, tmp_path, edits):
+    status, output = same(plant(edits, tmp_path), *RESUME, argv=CHECKPOINT)
+    assert named(output) == set(), output
+    assert status == 0
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -89,139 +116,68 @@ def test_the_one_page_recipes_raise_no_alarm(capsys, monkeypatch, page):
 
 
 @pytest.mark.parametrize("library", ["accelerate", "lightning"])
-def test_other_libraries_raise_no_alarm(capsys, library):
+def test_other_libraries_raise_no_alarm(same, library):
     require("bench", importlib.util.find_spec(library), f"{library} is not installed", "run `make bench` once")
-    status = main([f"tests/same/with_{library}.py", *GLOBAL_BATCH, *LOCAL_BATCH])
-    output = capsys.readouterr().out
+    status, output = same(f"tests/same/with_{library}.py", "--world-sizes", "1 2 3")
     assert "gradients differ by up to" in output
     assert status == 0, output
 
 
-def test_a_metric_that_is_not_named_as_one_of_an_evaluation_is_known_by_their_number(capsys, tmp_path):
+def test_a_metric_that_is_not_named_as_one_of_an_evaluation_is_known_by_their_number(same, tmp_path):
     edits = {'print(f"test_loss {total[0]': """print(f"accuracy {total[0]"""}
-    script = str(plant(edits | BUGS["padded evaluation"].edits, tmp_path))
-    assert main([script, *GLOBAL_BATCH, "--world-sizes", "1 2", *LOCAL_BATCH]) == 1
-    assert named(capsys.readouterr().out) == {"padded-evaluation"}
-
-
-EXCHANGING = """class Exchanging(torch.optim.SGD):
-    def step(self):
-        for weight in model.parameters():
-            weight.grad = weight.grad / world_size
-            dist.all_reduce(weight.grad)
-        super().step()
-
-
-"""
-
-
-@pytest.mark.parametrize("divisor", [" / world_size", ""])
-def test_an_optimizer_that_exchanges_in_its_step_is_compared_by_its_updates(capsys, tmp_path, divisor):
-    own = EXCHANGING.replace(" / world_size", divisor) + "optimizer = Exchanging("
-    script = str(plant(UNWRAPPED | {"optimizer = torch.optim.SGD(": own}, tmp_path))
-    status = main([script, *GLOBAL_BATCH, "--world-sizes", "1 2", *LOCAL_BATCH])
-    output = capsys.readouterr().out
-    assert named(output) == (set() if divisor else {"loss-scaled"}), output
-    assert status == (not divisor)
-
-
-def test_the_empty_step_by_which_torch_makes_an_optimizers_state_is_no_step(capsys, tmp_path):
-    """torch.distributed.checkpoint.state_dict makes one before it loads a checkpoint."""
-    load = '    optimizer.load_state_dict(state["optimizer"])\n'
-    init = "    torch.distributed.checkpoint.state_dict._init_optim_state(optimizer)\n"
-    module = "import torch.distributed as dist\n"
-    edits = {load: init + load, module: module + "import torch.distributed.checkpoint.state_dict\n"}
-    script = str(plant(edits, tmp_path))
-    status = main([script, *GLOBAL_BATCH, "--world-sizes", "1 2", *RESUME, *LOCAL_BATCH, *CHECKPOINT])
-    assert named(capsys.readouterr().out) == set()
-    assert status == 0
-
-
-def test_accumulation_raises_no_alarm(capsys):
-    argv = [str(RIGHT), *GLOBAL_BATCH, "--world-sizes", "1 2", *LOCAL_BATCH, "--accumulate", "2"]
-    assert main(argv) == 0
-    assert named(capsys.readouterr().out) == set()
+    status, output = same(plant(edits | {SHARE: PADDED}, tmp_path))
+    assert named(output) == {"padded-evaluation"}
+    assert status == 1
 
 
 @pytest.mark.parametrize(
     "launcher", [(), ("--launch", f"{sys.executable} -m torch.distributed.run --nproc-per-node {{world_size}}")]
 )
-def test_a_script_without_a_seed_raises_no_alarm(capsys, tmp_path, launcher):
-    script = str(plant({"torch.manual_seed(0)\n": "", "torch.manual_seed(100 + rank)\n": ""}, tmp_path))
-    status = main([script, *GLOBAL_BATCH, "--world-sizes", "1 2", *launcher, *LOCAL_BATCH])
-    output = capsys.readouterr().out
+def test_a_script_without_a_seed_raises_no_alarm(same, tmp_path, launcher):
+    script = plant({"torch.manual_seed(0)\n": "", "torch.manual_seed(100 + rank)\n": ""}, tmp_path)
+    status, output = same(script, *launcher)
     assert "same to rounding at 1 and 2 processes\n  gradients differ by up to" in output
     assert "[" not in output, output
     assert status == 0
 
 
-@pytest.mark.parametrize("method", ["", "forkserver"])
-def test_an_evaluation_between_batches_that_workers_have_drawn_raises_no_alarm(capsys, tmp_path, method):
-    """All ranks evaluate the same samples, which are no training samples; those are padded to 50."""
-    evaluate = """            mean = torch.zeros(())
-            with torch.no_grad():
-                for points, labels in DataLoader(test, 5) if i == 2 else ():
-                    print(f"test_loss {cross_entropy(model(points), labels).item():.6f}")
-    model.eval()"""
-    edits = {"Points(48,": "Points(49,", "sampler=sampler)": "sampler=sampler, num_workers=2)"}
-    edits |= {"            mean = torch.zeros(())\n    model.eval()": evaluate}
-    if method:  # the default from Python 3.14 on
-        context = (
-            f"multiprocessing.context._default_context._default_context = multiprocessing.get_context('{method}')"
-        )
-        edits |= {"import torch\n": f"import multiprocessing\n{context}\nimport torch\n"}
-    script = str(plant(edits, tmp_path))
-    assert main([script, *GLOBAL_BATCH, "--world-sizes", "1 2", *LOCAL_BATCH]) == 0
-    assert named(capsys.readouterr().out) == set()
-
-
-def test_a_script_that_prints_no_loss_or_fails_is_refused(capsys, tmp_path):
-    path = tmp_path / "script.py"
-    for text, error in (
-        ("print('epoch 1 done')", f"SCRIPT {path} prints no loss that can be read; print `loss 2.3` in a line"),
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("print('epoch 1 done')", "prints no loss that can be read; print `loss 2.3` in a line"),
         (
             "raise OSError('no data')",
-            f"SCRIPT {path} fails at 1 process, after step 0: OSError: no data (script.py:1); fix it",
+            "fails at 1 process, after step 0: OSError: no data (script.py:1); fix it",
         ),
-    ):
-        path.write_text(text)
-        assert main([str(path)]) == 2
-        lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 1
-        assert lines[0].startswith(f"error: {error}")
+    ],
+)
+def test_a_script_that_prints_no_loss_or_fails_is_refused(capsys, tmp_path, text, error):
+    path = tmp_path / "script.py"
+    path.write_text(text)
+    assert main([str(path)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: SCRIPT {path} {error}")
 
 
-SILENT = {'print(f"loss {mean': 'print(f"value {mean', 'print(f"test_loss': 'print(f"result'}
-
-
-def test_the_steps_of_a_script_that_prints_no_loss_are_compared(capsys, tmp_path):
-    script = str(plant(SILENT, tmp_path))
-    assert main([script, *GLOBAL_BATCH, "--world-sizes", "1 2", *LOCAL_BATCH]) == 0
-    output = capsys.readouterr().out
+def test_the_steps_of_a_script_that_prints_no_loss_are_compared(same, tmp_path):
+    silent = {'print(f"loss {mean': 'print(f"value {mean', 'print(f"test_loss': 'print(f"result'}
+    status, output = same(plant(silent, tmp_path))
     assert "no difference found, but not all was compared, at 1 and 2 processes\n  gradients differ by" in output
-    assert re.findall(r"\[([a-z-]+)\]$", output, re.MULTILINE) == ["not-printed"]
-    script = str(plant(SILENT | BUGS["no exchange"].edits, tmp_path))
-    assert main([script, *GLOBAL_BATCH, "--world-sizes", "1 2", *LOCAL_BATCH]) == 1
-    assert named(capsys.readouterr().out) == {"not-synchronised"}
+    assert causes(output) == {"not-printed"}
+    assert status == 0
+    status, output = same(plant(silent | UNWRAPPED, tmp_path))
+    assert named(output) == {"not-synchronised"}
+    assert status == 1
 
 
-def test_a_script_that_goes_on_from_the_run_before_is_refused(capsys, tmp_path):
-    argv = [
-        str(RIGHT),
-        *GLOBAL_BATCH,
-        "--world-sizes",
-        "1 2",
-        *LOCAL_BATCH,
-        "--checkpoint",
-        str(tmp_path / "c.pt"),
-    ]
+def test_a_script_that_goes_on_from_the_run_before_is_refused(same, tmp_path):
     fix = "if it goes on from a file of an earlier run, let it keep its files in {run_dir}"
     for what in (
         "does 12 steps, and none when it is started again",
         "prints no loss that can be read; print `loss 2.3` in a line, or give LOSS='(regular expression)'",
     ):
-        assert main(argv) == 2
-        assert capsys.readouterr().err == f"error: SCRIPT {RIGHT} {what}; {fix}\n"
+        refusal = same(RIGHT, argv=("--checkpoint", str(tmp_path / "c.pt")))
+        assert refusal == (2, f"error: SCRIPT {RIGHT} {what}; {fix}\n")
 
 
 @pytest.mark.parametrize(
@@ -231,35 +187,37 @@ def test_a_script_that_goes_on_from_the_run_before_is_refused(capsys, tmp_path):
         ("0", "begins with other weights when it is started again"),
     ],
 )
-def test_a_script_that_repeats_epochs_of_the_run_before_is_refused(capsys, tmp_path, first_epoch, what):
+def test_a_script_that_repeats_epochs_of_the_run_before_is_refused(same, tmp_path, first_epoch, what):
     script = plant({'first_epoch = state["epoch"]': f"first_epoch = {first_epoch}"}, tmp_path)
-    checkpoint = ("--checkpoint", str(tmp_path / "c.pt"))
-    assert main([str(script), *GLOBAL_BATCH, "--world-sizes", "1 2", *LOCAL_BATCH, *checkpoint]) == 2
-    assert capsys.readouterr().err.startswith(f"error: SCRIPT {script} {what}; if it goes on from a file")
+    status, output = same(script, argv=("--checkpoint", str(tmp_path / "c.pt")))
+    assert status == 2
+    assert output.startswith(f"error: SCRIPT {script} {what}; if it goes on from a file")
+
+
+@pytest.fixture
+def losses_of(tmp_path):
+    """Return a function that runs a script and returns the losses that are read from what its ranks print."""
+
+    def run(text, launcher="", world_size=1, **variables):
+        script, folder = tmp_path / "script", tmp_path / "run"
+        script.write_text(text)
+        assert script_job.run([str(script)], launcher, world_size, folder, 60, **variables) == [0]
+        return load(folder, world_size, [0]).series["loss"].values
+
+    return run
 
 
 @pytest.mark.parametrize("launcher", ["", sys.executable])
-def test_a_loss_is_read_from_the_report(tmp_path, launcher):
-    script, folder = tmp_path / "script.py", tmp_path / "run"
-    script.write_text("import os\nprint('loss 2.5', file=open(os.environ['SAME_REPORT'], 'a'))\n")
-    assert script_job.run([str(script)], launcher, 1, folder, 60) == [0]
-    assert load(folder, 1, [0]).series["loss"].values == [2.5]
+@pytest.mark.parametrize(
+    "line", ["print('loss 2.5', file=open(os.environ['SAME_REPORT'], 'a'))", "print('loss 2.5')"]
+)
+def test_a_loss_is_read_from_the_report_and_from_a_script_that_ends_without_a_flush(losses_of, launcher, line):
+    assert losses_of(f"import os\n{line}\nos._exit(0)\n", launcher) == [2.5]
 
 
-@pytest.mark.parametrize("launcher", ["", sys.executable])
-def test_a_loss_is_read_from_a_script_that_ends_without_a_flush(tmp_path, launcher):
-    script, folder = tmp_path / "script.py", tmp_path / "run"
-    script.write_text("import os\nprint('loss 2.5')\nos._exit(0)\n")
-    assert script_job.run([str(script)], launcher, 1, folder, 60) == [0]
-    assert load(folder, 1, [0]).series["loss"].values == [2.5]
-
-
-def test_of_ranks_that_all_print_one_is_read_under_a_launcher(tmp_path):
-    script, folder = tmp_path / "script.py", tmp_path / "run"
-    script.write_text("print('loss 2.5')\n")
+def test_of_ranks_that_all_print_one_is_read_under_a_launcher(losses_of):
     launcher = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2"
-    assert script_job.run([str(script)], launcher, 2, folder, 60) == [0]
-    assert load(folder, 2, [0]).series["loss"].values == [2.5]
+    assert losses_of("print('loss 2.5')\n", launcher, 2) == [2.5]
 
 
 def test_what_a_launcher_says_is_its_error(tmp_path):
@@ -269,26 +227,20 @@ def test_what_a_launcher_says_is_its_error(tmp_path):
 
 
 @pytest.mark.parametrize("launcher", ["", os.path.relpath(sys.executable)])
-def test_the_script_runs_in_workdir(tmp_path, launcher):
-    script, folder = tmp_path / "script", tmp_path / "run"
-    script.write_text("print('loss', open('value').read())\n")
+def test_the_script_runs_in_workdir(losses_of, tmp_path, launcher):
     (tmp_path / "value").write_text("2.5")
-    assert script_job.run([str(script)], launcher, 1, folder, 60, WORKDIR=str(tmp_path)) == [0]
-    assert load(folder, 1, [0]).series["loss"].values == [2.5]
+    assert losses_of("print('loss', open('value').read())\n", launcher, WORKDIR=str(tmp_path)) == [2.5]
 
 
-def test_a_script_may_import_a_package_named_like_one_of_this_repository(tmp_path):
+def test_a_script_may_import_a_package_named_like_one_of_this_repository(losses_of, tmp_path):
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts/__init__.py").touch()
     (tmp_path / "scripts/settings.py").write_text("LOSS = 2.5\n")
-    script, folder = tmp_path / "script.py", tmp_path / "run"
-    script.write_text("from scripts.settings import LOSS\nprint('loss', LOSS)\n")
-    assert script_job.run([str(script)], "", 1, folder, 60) == [0]
-    assert load(folder, 1, [0]).series["loss"].values == [2.5]
+    assert losses_of("from scripts.settings import LOSS\nprint('loss', LOSS)\n") == [2.5]
 
 
-def test_ranks_that_wait_for_each_other_are_ended(capsys, tmp_path):
-    script = str(plant({"    dist.all_reduce(total)\n": "    rank and dist.all_reduce(total)\n"}, tmp_path))
-    argv = [script, *GLOBAL_BATCH, "--world-sizes", "1 2", "--timeout-s", "15", *LOCAL_BATCH]
-    assert main(argv) == 1
-    assert named(capsys.readouterr().out) & {"hung", "failed"}
+def test_ranks_that_wait_for_each_other_are_ended(same, tmp_path):
+    script = plant({"    dist.all_reduce(total)\n": "    rank and dist.all_reduce(total)\n"}, tmp_path)
+    status, output = same(script, "--timeout-s", "15")
+    assert named(output) & {"hung", "failed"}
+    assert status == 1
