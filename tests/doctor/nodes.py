@@ -36,9 +36,7 @@ class Report:
         return sorted((finding["rule"], *finding["nodes"]) for finding in self.content["findings"])
 
 
-def examine(
-    nodes, *options, planted=None, network="", without_name=(), absent=(), env=None, wait_s=5, timeout_s=60
-):
+def examine(nodes, *options, planted=None, network="", without_name=(), absent=(), wait_s=5, timeout_s=60):
     """Run the doctor on this many nodes; return its Report.
 
     planted: by node, lines of bash that run on it before its doctor. network: lines that run once all networks
@@ -63,7 +61,6 @@ def examine(
             "RDZV_ID": "the-word-of-this-test",
             "RDZV_TIMEOUT_S": wait_s,
             "OMP_NUM_THREADS": 1,
-            **(env or {}),
         }
         words = [sys.executable, "-m", "scripts.doctor", "--runs-dir", str(folder / "runs"), *options]
         started = {}

@@ -64,10 +64,7 @@ MANY = {
     "little locked memory": ("error: node 1 (n1): a process may lock 64 KiB of memory", "ulimit -l unlimited"),
     "a small disk": ("error: node 2 (n2): ", "2 MiB free; make room, or choose another --runs-dir"),
     "a full disk": ("error: node 2 (n2) cannot write ", "No space left on device; make room"),
-    "another folder": (
-        "error: node 3 (n3) cannot see what node 0 (n0) wrote to ",
-        "mount the same",
-    ),
+    "another folder": ("error: node 3 (n3) cannot see what node 0 (n0) wrote to ", "mount the same"),
     "a clock": ("error: node 2 (n2): its clock is ", " s ahead of most other nodes; start chrony"),
     "another revision": ("error: node 3 (n3): our revision is 0123456789, on ", "check out the same revision"),
 }
