@@ -12,7 +12,7 @@ from __future__ import annotations
 from statistics import median
 
 from scripts.doctor.case import Case, Findings
-from scripts.doctor.kernel_log import ADVICE, WATCH, XIDS
+from scripts.doctor.kernel_log import WATCH, XIDS
 
 RAIL_SHARE = 0.5
 
@@ -104,7 +104,7 @@ def kernel_log(case: Case) -> Findings:
                 advice, what = XIDS[event["xid"]]
                 text = f"GPU {event['device']}, Xid {event['xid']} {times}: {what}"
                 say = case.warning if advice == WATCH else case.error
-                yield say(rank, text, ADVICE[advice])
+                yield say(rank, text, advice)
             else:
                 remedy = "drain the node and replace the module (ras-mc-ctl --errors, ipmitool sel list)"
                 yield case.error(rank, f"uncorrected errors of its main memory {times}", remedy)

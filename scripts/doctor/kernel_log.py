@@ -17,7 +17,10 @@ RECENT_S = 24 * 3600
 READ_S = 2.0
 """Time limit for reading: a failing driver may write lines faster than they can be read."""
 
-DRAIN, RESET, REBOOT, WATCH = "drain", "reset", "reboot", "watch"
+DRAIN = "drain the node and have the board and its links tested"
+RESET = "drain the node and reset the GPU (nvidia-smi --gpu-reset), or reboot; if it comes back, replace it"
+REBOOT = "drain the node and switch it off and on; if it comes back, replace the GPU"
+WATCH = "keep using it; reset the GPU when it is idle to apply the remapping"
 XIDS = {
     48: (RESET, "uncorrectable ECC error"),
     62: (RESET, "internal micro-controller halt"),
@@ -33,12 +36,6 @@ XIDS = {
     120: (RESET, "its GSP firmware failed"),
     140: (RESET, "unrecovered ECC error"),
     149: (DRAIN, "fatal NVLink error"),
-}
-ADVICE = {
-    DRAIN: "drain the node and have the board and its links tested",
-    RESET: "drain the node and reset the GPU (nvidia-smi --gpu-reset), or reboot; if it comes back, replace it",
-    REBOOT: "drain the node and switch it off and on; if it comes back, replace the GPU",
-    WATCH: "keep using it; reset the GPU when it is idle to apply the remapping",
 }
 XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+)")
 MEMORY = re.compile(r"EDAC .*\b[1-9]\d* UE\b|Memory failure: |Hardware Error.*Uncorrected")

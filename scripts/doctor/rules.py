@@ -20,6 +20,7 @@ from scripts.doctor.node import ECC_FIELD, HOT_FIELDS
 MIB = 1024 * 1024
 SHM_BYTES = 512 * MIB
 """Docker and Kubernetes default to 64 MiB: a few batches of a data loader, or NCCL's buffers of one node."""
+
 OPEN_FILES = 1024
 LOCKED_BYTES = 1024 * MIB
 FREE_BYTES = {"runs": 1024 * MIB, "tmp": 64 * MIB}
