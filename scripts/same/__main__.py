@@ -155,10 +155,8 @@ class Session:
         if failure := first.failure():
             raise self.error(f"fails at 1 process, {failure.what}; fix it, or ARGS")
         self.has_loss = any("loss" in name or self.args.loss for name in first.series)
-        if not self.has_loss and not first.steps:
-            raise self.error(f"{UNREADABLE}; {KEEP_FILES}")
-        if not self.has_loss and self.args.loss:
-            raise self.error(UNREADABLE)
+        if not self.has_loss and (self.args.loss or not first.steps):
+            raise self.error(UNREADABLE + f"; {KEEP_FILES}" * (not first.steps))
         control = self.run(1, SAME_CONTROL="1")
         if len(control.steps) != len(first.steps):
             again = f"{len(control.steps) or 'none'} when it is started again"
