@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from recipes.common.errors import UserError
 from recipes.common.process.node import Node, check_head
+from recipes.common.process.ranks import bind_address
 from recipes.common.process.rendezvous_errors import MissingNodeError, port_taken_error
 from scripts.launch import script
 from scripts.launch.echo import listen
@@ -135,7 +136,7 @@ def meet_nodes(node: Node, job: str) -> Store:
     options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
     try:
         if is_head:  # torch itself would listen on all addresses, also if all nodes are on this machine
-            options["master_listen_fd"] = listen(node.bind_address, node.master_port).detach()
+            options["master_listen_fd"] = listen(bind_address(node.master_addr), node.master_port).detach()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise port_taken_error(node.master_port) from None
@@ -163,7 +164,7 @@ def meet_nodes(node: Node, job: str) -> Store:
             return store
         if time.monotonic() > deadline:
             missing = find_missing(names, ranks) or ["0"]  # all are there, and node 0 has not said so
-            hint = " (no other machine reaches 127.0.0.1)" if node.bind_address else ""
+            hint = " (no other machine reaches 127.0.0.1)" if bind_address(node.master_addr) else ""
             raise MissingNodeError(
                 f"node {rank} waited {node.rdzv_timeout_s} s for node {', '.join(missing)} of {node.nnodes} at "
                 f"{node.master_addr}:{node.master_port}; is it up, and is its NODE_RANK right?{hint}"

@@ -49,7 +49,7 @@ def test_the_store_of_nodes_on_this_machine_is_out_of_others_reach():
     del served
 
 
-@pytest.mark.parametrize(("address", "place"), [("127.0.0.1", ["127.0.0.1"]), ("node-a", [])])
+@pytest.mark.parametrize(("address", "place"), [("127.0.0.1", "127.0.0.1"), ("node-a", "")])
 def test_so_is_that_of_an_elastic_job_on_this_machine(monkeypatch, address, place):
     for name in ("RDZV_ENDPOINT", "NODE_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -57,7 +57,7 @@ def test_so_is_that_of_an_elastic_job_on_this_machine(monkeypatch, address, plac
     monkeypatch.setenv("MASTER_ADDR", address)
     monkeypatch.setenv("MASTER_PORT", port)
     monkeypatch.setattr(rejoin, "start_process", lambda command, environment: command)
-    assert rejoin.start_store(None)[1:] == ["-m", "scripts.launch.elastic", port, *place]
+    assert rejoin.start_store(None)[1:] == ["-m", "scripts.launch.elastic", port, place]
 
 
 @pytest.fixture

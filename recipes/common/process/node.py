@@ -37,11 +37,6 @@ class Node:
     master_port: int
     rdzv_timeout_s: int
 
-    @property
-    def bind_address(self) -> str:
-        """Where node 0 listens: on all addresses (""), but for nodes of one machine (make run) on the loopback."""
-        return self.master_addr if self.master_addr == "127.0.0.1" else ""
-
 
 def read_master(nnodes: int) -> tuple[str, int]:
     """Return MASTER_ADDR and MASTER_PORT; the defaults are this machine (for one node only) and 29500.
