@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from recipes.common.errors import UserError
-from recipes.common.process.node import Node, check_head
+from recipes.common.process.node import Failure, Node, check_head
 from recipes.common.process.ranks import bind_address
 from recipes.common.process.rendezvous_errors import MissingNodeError, port_taken_error
 from scripts.launch import script
@@ -73,10 +73,9 @@ def end_ranks(
     end_groups([rank.pid for rank in ranks])
 
 
-def failures_of(result: RunResult) -> tuple[dict[int, int], dict[int, int]]:
-    """Return the exit statuses and process ids of a node's failed ranks."""
-    failures = result.failures.items()
-    return {rank: f.exitcode for rank, f in failures}, {rank: f.pid for rank, f in failures}
+def failures_of(result: RunResult) -> dict[int, Failure]:
+    """Return how a node's failed ranks have ended."""
+    return {rank: Failure(failure.exitcode, failure.pid) for rank, failure in result.failures.items()}
 
 
 def choose_numa_options(node: Node, options: list[str]) -> Any:
@@ -198,4 +197,4 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
             f"node {node.node_rank} waited for {node.nnodes} nodes at {node.master_addr}:{node.master_port}, "
             f"at most {node.rdzv_timeout_s} s for each: {str(error).strip().splitlines()[0]}"
         ) from None
-    return node_status(*failures_of(result)) if result.is_failed() else 0
+    return node_status(failures_of(result)) if result.is_failed() else 0

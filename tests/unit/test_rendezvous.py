@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, dynamic_rendezvous
 
 from recipes.common.errors import UserError
-from recipes.common.process.node import Node
+from recipes.common.process.node import Failure, Node
 from recipes.common.process.rendezvous_errors import PortTakenError
 from scripts.launch import elastic, local, rank_processes, rejoin, torch_agent
 from scripts.launch.command import NOT_ELASTIC
@@ -608,20 +608,18 @@ def test_no_end_of_a_rank_is_taken_for_that_of_its_agent(monkeypatch, ended, sta
     handler.watch_store = lambda give_up: None
     handler.notes.compare_set = lambda key, expected, wanted: wanted.encode()
 
-    class Agent:
-        failures = {0: ended}, {0: 7}
+    def run():
+        if is_closed:
+            raise RendezvousClosedError  # the ranks of another node have finished
+        return failed(r0=ended)
 
-        def run(self):
-            if is_closed:
-                raise RendezvousClosedError  # the ranks of another node have finished
-            return failed(r0=ended)
-
+    agent = SimpleNamespace(failures={0: Failure(ended, 7)}, run=run)
     monkeypatch.setattr(elastic, "install", lambda: None)
     monkeypatch.setattr(rank_processes, "announce_stop", None)
     monkeypatch.setattr(elastic, "wait_for_head", lambda node, endpoint: "127.0.0.1")
     monkeypatch.setattr(elastic, "create_handler", lambda *_: handler)
     monkeypatch.setattr(elastic, "worker_spec", lambda *_, **__: None)
-    monkeypatch.setattr(elastic, "Agent", lambda *_: Agent())
+    monkeypatch.setattr(elastic, "Agent", lambda *_: agent)
     node = Node(2, 0, nproc_per_node=1, master_addr="n1", master_port=7, rdzv_timeout_s=3)
     assert elastic.run(node, "ddp", [], "logs") == status
 
