@@ -17,7 +17,6 @@ torchrun restarts the ranks of all nodes when a rank fails or a node joins. Hand
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 import signal
@@ -50,10 +49,9 @@ from recipes.common.options import read_number
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.node import Failure, Node, wait_for_head
 from recipes.common.process.parent import end_with_launcher
-from recipes.common.process.rendezvous_errors import MissingNodeError, MissingStoreError, port_taken_error
+from recipes.common.process.rendezvous_errors import MissingNodeError, MissingStoreError
 from scripts.launch import rank_processes, script, torch_agent
 from scripts.launch.command import command
-from scripts.launch.echo import listen
 from scripts.launch.rank_processes import (
     SAVING,
     STOPPED_BY,
@@ -71,7 +69,7 @@ from scripts.launch.rejoin import (
     resume_hint,
     say,
 )
-from scripts.launch.torch_agent import failures_of, worker_spec
+from scripts.launch.torch_agent import failures_of, listening_fd, worker_spec
 
 BEAT_S = 1
 """Interval between two heartbeats of a node."""
@@ -117,16 +115,10 @@ def serve(port: int, address: str = "", ready_file: str = "") -> None:
     Raises:
         UserError: the port is taken, or this machine does not have the address.
     """
-    try:
-        listener = listen(address, port)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise port_taken_error(port) from None
-        raise UserError(f"cannot listen at {address}:{port}: {error.strerror}") from None
+    listener = listening_fd(address, port)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to all steps, this one included
-    store = TCPStore(
-        address or "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    place = address or "localhost", port
+    store = TCPStore(*place, is_master=True, wait_for_workers=False, master_listen_fd=listener)
     if ready_file:
         Path(ready_file).touch()
     while True:

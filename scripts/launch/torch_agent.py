@@ -120,6 +120,20 @@ def worker_spec(
     )
 
 
+def listening_fd(address: str, port: int) -> int:
+    """Return a socket that listens at an address ("": all) for a store: torch itself would listen on all.
+
+    Raises:
+        UserError: the port is taken, or this machine does not have the address.
+    """
+    try:
+        return listen(address, port).detach()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise port_taken_error(port) from None
+        raise UserError(f"cannot listen at {address}:{port}: {error.strerror}") from None
+
+
 def meet_nodes(node: Node, job: str) -> Store:
     """Meet the other nodes in the store that node 0 serves; return the store.
 
@@ -133,13 +147,8 @@ def meet_nodes(node: Node, job: str) -> Store:
     is_head = node.node_rank == 0
     bound = timedelta(seconds=node.rdzv_timeout_s)
     options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
-    try:
-        if is_head:  # torch itself would listen on all addresses, also if all nodes are on this machine
-            options["master_listen_fd"] = listen(bind_address(node.master_addr), node.master_port).detach()
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise port_taken_error(node.master_port) from None
-        raise
+    if is_head:
+        options["master_listen_fd"] = listening_fd(bind_address(node.master_addr), node.master_port)
     store = TCPStore(node.master_addr, node.master_port, is_master=is_head, timeout=bound, **options)
     names, own = PrefixStore(f"{job}/nodes", store), f"{socket.gethostname()} (pid {os.getpid()})"
     rank, ranks = str(node.node_rank), [str(rank) for rank in range(node.nnodes)]

@@ -24,6 +24,7 @@ from recipes.common.process.node import Failure, Node
 from recipes.common.process.rendezvous_errors import PortTakenError
 from scripts.launch import elastic, local, rank_processes, rejoin, torch_agent
 from scripts.launch.command import NOT_ELASTIC
+from scripts.launch.echo import listen
 from scripts.launch.local import free_port
 from tests.support import ROOT, run_command, wait_until
 
@@ -34,7 +35,7 @@ BEAT_S = 0.1
 def test_a_store_on_all_addresses_answers_by_ipv4_and_ipv6(address):
     if ":" in address and not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6; boot it without ipv6.disable=1")
-    with elastic.listen("", 0) as listener:
+    with listen("", 0) as listener:
         socket.create_connection((address, listener.getsockname()[1]), timeout=10).close()
 
 
