@@ -35,8 +35,7 @@ from scripts.launch.command import (
     next_folder,
     temporary_folder,
 )
-from scripts.launch.cores import count_cores
-from scripts.launch.local import LocalJob, assign_gpus, parse_args, processes_per_node
+from scripts.launch.local import LocalJob, assign_gpus, parse_args, processes_per_node, threads_per_process
 from scripts.launch.recipe_options import read_option
 
 COMPOSE_FILE = ROOT / "docker/compose.yaml"
@@ -210,7 +209,6 @@ def main(argv: list[str]) -> int:
         make_writable(spec.cache)
     make_folder(spec.data)
 
-    cores = count_cores()
     environment = {
         # docker-compose is a Python program, which imports a package that is called docker as well.
         **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
@@ -220,7 +218,7 @@ def main(argv: list[str]) -> int:
         "OPTIONS": shlex.join(spec.options),
         "NNODES": str(nodes),
         "NPROC_PER_NODE": str(processes),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // (nodes * processes)))),
+        "OMP_NUM_THREADS": threads_per_process(nodes, processes),
         "RUNS": str(spec.run.parent),
         "DATA": str(spec.data),
         "CONTAINER_USER": CONTAINER_USER if os.geteuid() == 0 else f"{os.geteuid()}:{os.getegid()}",
