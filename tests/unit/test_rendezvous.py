@@ -499,21 +499,25 @@ def test_a_stop_signal_while_the_nodes_meet(monkeypatch, has_run, has_saved, sta
     assert (one.has_run, one.handler.has_saved) == (True, False), "from now on there is something to lose"
 
 
+UNSAVED = (
+    "error: stopped by SIGUSR1 while no ranks ran: this node's ranks had ended without a checkpoint; "
+    "to resume: the same command with --resume auto\n"
+)
+
+
 @pytest.mark.parametrize(
-    ("has_run", "has_ended_well", "status", "said"),
+    ("has_run", "has_returned", "announce_stop", "status", "said"),
     [
-        (True, True, 0, ""),
-        (False, False, 0, "stopped by SIGUSR1 before any process had started\n"),
-        (
-            True,
-            False,
-            1,
-            "error: stopped by SIGUSR1 while no ranks ran: this node's ranks had ended without a checkpoint; ",
-        ),
+        (True, "", lambda: True, 0, ""),
+        (False, "", lambda: False, 0, "stopped by SIGUSR1 before any process had started\n"),
+        (True, "", lambda: False, 1, UNSAVED),
+        # The ranks were killed with an earlier agent. This one has not met the others yet, or is meeting them.
+        (False, "1", None, 1, UNSAVED),
+        (False, "1", lambda: False, 1, UNSAVED),
     ],
 )
 def test_a_stop_signal_ends_a_node_whose_ranks_have_ended(
-    monkeypatch, tmp_path, capfd, has_run, has_ended_well, status, said
+    monkeypatch, tmp_path, capfd, has_run, has_returned, announce_stop, status, said
 ):
     """The status is 0 only if they have finished, or have written a checkpoint for a node that joins."""
     logs = tmp_path / "logs"
@@ -521,13 +525,14 @@ def test_a_stop_signal_ends_a_node_whose_ranks_have_ended(
     monkeypatch.setattr(elastic.psutil.Process, "children", lambda self: [])
     monkeypatch.setattr(signal, "sigwait", lambda signals: signal.SIGUSR1)
     monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(rank_processes, "STATUS_WAIT_S", 0)
     monkeypatch.setattr(rank_processes, "STOPPED_BY", set())
-    monkeypatch.setattr(rank_processes, "announce_stop", lambda: has_ended_well)
+    monkeypatch.setattr(rank_processes, "announce_stop", announce_stop)
+    monkeypatch.setenv(rank_processes.HAS_RETURNED, has_returned)
     with pytest.raises(SystemExit) as caught:
         rank_processes.pass_signals_on(str(logs))
     assert caught.value.code == status
-    output = "".join(capfd.readouterr())
-    assert output == said + ("to resume: the same command with --resume auto\n" if status else "")
+    assert "".join(capfd.readouterr()) == said
 
 
 def test_a_stop_signal_between_rounds_learns_how_the_ranks_have_ended(nodes, monkeypatch):
@@ -546,23 +551,6 @@ def test_a_stop_signal_between_rounds_learns_how_the_ranks_have_ended(nodes, mon
     assert b.announce_stop()
     join(a, b)
     assert b.announce_stop(), "until its ranks run again"
-
-
-def test_a_stop_signal_ends_an_agent_that_has_returned(monkeypatch, tmp_path, capfd):
-    """The earlier agent's ranks were killed with it. This agent has not met the others yet, or is meeting them."""
-    monkeypatch.setattr(elastic.psutil.Process, "children", lambda self: [])
-    monkeypatch.setattr(signal, "sigwait", lambda signals: signal.SIGTERM)
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    monkeypatch.setattr(rank_processes, "STATUS_WAIT_S", 0)
-    monkeypatch.setenv(rank_processes.HAS_RETURNED, "1")
-    for announce_stop in (None, lambda: False):
-        monkeypatch.setattr(rank_processes, "STOPPED_BY", set())
-        monkeypatch.setattr(rank_processes, "announce_stop", announce_stop)
-        (tmp_path / "logs").mkdir()
-        with pytest.raises(SystemExit) as caught:
-            rank_processes.pass_signals_on(str(tmp_path / "logs"))
-        assert caught.value.code == 1
-        assert capfd.readouterr().err.startswith("error: stopped by SIGTERM while no ranks ran: ")
 
 
 @pytest.mark.parametrize(("lost", "bound_s"), [(False, 0.5), (True, 60)])
