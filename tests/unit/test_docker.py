@@ -214,48 +214,39 @@ def test_a_lock_of_another_cuda_is_made_from_its_index(tmp_path):
     assert (result.status, len(result.errors)) == (2, 1)
 
 
-DEBIAN, UBUNTU = (
-    "http://snapshot.debian.org/archive/debian/20261101T000000Z",
-    ("https://snapshot.ubuntu.com/ubuntu/20261101T000000Z"),
-)
+DEBIAN = "http://snapshot.debian.org/archive/debian/20261101T000000Z"
+SECURITY = DEBIAN.replace("/debian/", "/debian-security/")
+UBUNTU = "https://snapshot.ubuntu.com/ubuntu/20261101T000000Z"
+TODAYS = "deb http://deb.debian.org/debian bookworm main"
+NVIDIAS = "URIs: https://developer.download.nvidia.com/compute/cuda/repos/ubuntu2404/x86_64"
+TWO_SCHEMES = f"deb {UBUNTU}/ noble main\ndeb {UBUNTU.replace('https', 'http')} noble main"
+BY_HTTPS = f"deb {DEBIAN.replace('http', 'https')} sid main"
 
 
 @pytest.mark.parametrize(
     ("url", "before", "after"),
     [
-        (DEBIAN, "deb http://deb.debian.org/debian bookworm main", f"deb {DEBIAN} bookworm main"),
+        (DEBIAN, TODAYS, f"deb {DEBIAN} bookworm main"),
         (
             DEBIAN,
             "URIs: http://deb.debian.org/debian\nURIs: http://deb.debian.org/debian-security",
-            f"URIs: {DEBIAN}\nURIs: {DEBIAN.replace('debian/2', 'debian-security/2')}",
+            f"URIs: {DEBIAN}\nURIs: {SECURITY}",
         ),
         (
             DEBIAN,
-            "deb http://deb.debian.org/debian bookworm main\n"
-            "deb [signed-by=/x] http://security.debian.org/debian-security bookworm-security main",
-            f"deb {DEBIAN} bookworm main\n"
-            f"deb [signed-by=/x] {DEBIAN.replace('debian/2', 'debian-security/2')} bookworm-security main",
+            f"{TODAYS}\ndeb [signed-by=/x] http://security.debian.org/debian-security bookworm-security main",
+            f"deb {DEBIAN} bookworm main\ndeb [signed-by=/x] {SECURITY} bookworm-security main",
         ),
         (
             UBUNTU,
-            "URIs: http://archive.ubuntu.com/ubuntu/\nURIs: http://security.ubuntu.com/ubuntu/\n"
-            "URIs: https://developer.download.nvidia.com/compute/cuda/repos/ubuntu2404/x86_64",
-            f"URIs: {UBUNTU}\nURIs: {UBUNTU}\n"
-            "URIs: https://developer.download.nvidia.com/compute/cuda/repos/ubuntu2404/x86_64",
+            f"URIs: http://archive.ubuntu.com/ubuntu/\nURIs: http://security.ubuntu.com/ubuntu/\n{NVIDIAS}",
+            f"URIs: {UBUNTU}\nURIs: {UBUNTU}\n{NVIDIAS}",
         ),
-        (
-            UBUNTU,
-            f"deb {UBUNTU}/ noble main\ndeb {UBUNTU.replace('https', 'http')} noble main",
-            f"deb {UBUNTU}/ noble main\ndeb {UBUNTU.replace('https', 'http')} noble main",
-        ),
-        (
-            DEBIAN,
-            f"deb {DEBIAN.replace('http', 'https')} sid main",
-            f"deb {DEBIAN.replace('http', 'https')} sid main",
-        ),
-        (UBUNTU, "deb http://deb.debian.org/debian bookworm main", None),
-        ("yesterday", "deb http://deb.debian.org/debian bookworm main", None),
-        ("", "deb http://deb.debian.org/debian bookworm main", "deb http://deb.debian.org/debian bookworm main"),
+        (UBUNTU, TWO_SCHEMES, TWO_SCHEMES),
+        (DEBIAN, BY_HTTPS, BY_HTTPS),
+        (UBUNTU, TODAYS, None),
+        ("yesterday", TODAYS, None),
+        ("", TODAYS, TODAYS),
     ],
     ids=["list", "security", "old security", "ubuntu", "slash", "https", "other", "none", "unset"],
 )
