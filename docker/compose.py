@@ -35,8 +35,7 @@ from scripts.launch.command import (
     next_folder,
     temporary_folder,
 )
-from scripts.launch.cores import count_cores
-from scripts.launch.local import LocalJob, assign_gpus, parse_args, processes_per_node
+from scripts.launch.local import LocalJob, assign_gpus, parse_args, processes_per_node, threads_per_process
 from scripts.launch.recipe_options import read_option
 
 COMPOSE_FILE = ROOT / "docker/compose.yaml"
@@ -49,7 +48,7 @@ DOWN_TIMEOUT_S = 60
 
 
 @dataclass(frozen=True)
-class Job:
+class ContainerSpec:
     """The folders and variables that the containers get, and the options with the containers' own paths."""
 
     run: Path
@@ -66,8 +65,8 @@ def bind(source: Path | str, target: str) -> dict[str, Any]:
     return {"type": "bind", "source": str(source), "target": target}
 
 
-def recipe_job(recipe: str, options: list[str]) -> Job:
-    """Return the job of a recipe, with the folders that its options name."""
+def recipe_spec(recipe: str, options: list[str]) -> ContainerSpec:
+    """Return what containers of a recipe get, with the folders that its options name."""
     runs_dir = Path(read_option("--runs-dir", "runs", options))
     name = read_option("--name", "", options) or next_folder(recipe, runs_dir).name
     if Path(name).name != name:
@@ -89,11 +88,11 @@ def recipe_job(recipe: str, options: list[str]) -> Job:
             own += ["--data-dir", url or "/data"]
         own += ["--cache-dir", "/cache"] if cache else []
     data = Path("data" if url else data_dir or "data").resolve()
-    return Job(runs_dir.resolve() / name, data, [*options, *own], environment, volumes, cache)
+    return ContainerSpec(runs_dir.resolve() / name, data, [*options, *own], environment, volumes, cache)
 
 
-def script_job(name: str, options: list[str]) -> Job:
-    """Return the job of a script; its folder and its WORKDIR have the same paths in the containers."""
+def script_spec(name: str, options: list[str]) -> ContainerSpec:
+    """Return what containers of a script get; its folder and its WORKDIR have the same paths in them."""
     own = script.job_environment(name)
     script.lock_run_dir(Path(own["RUN_DIR"]))
     run = Path(own["RUN_DIR"])
@@ -103,7 +102,7 @@ def script_job(name: str, options: list[str]) -> Job:
             "SCRIPT, WORKDIR: /tmp is another folder in containers; move the script to a folder below it"
         )
     environment = {**own, "RUN_DIR": f"/runs/{run.name}"}
-    return Job(run, ROOT / "data", options, environment, [bind(path, path) for path in folders])
+    return ContainerSpec(run, ROOT / "data", options, environment, [bind(path, path) for path in folders])
 
 
 def make_writable(folder: Path) -> None:
@@ -143,12 +142,12 @@ def check_image(docker: str, image: str, recipe: str) -> None:
         )
 
 
-def compose_override(nodes: int, shares: list[list[str]], job: Job) -> dict[str, Any]:
-    """Return the additions to docker/compose.yaml: more nodes, each node's GPUs, and the job's own settings."""
+def compose_override(nodes: int, shares: list[list[str]], spec: ContainerSpec) -> dict[str, Any]:
+    """Return the additions to docker/compose.yaml: more nodes, each node's GPUs, and what all get."""
     services: dict[str, dict[str, Any]] = {}
     for node in range(nodes):
-        environment = {**job.environment, "NODE_RANK": str(node)}
-        service = {"hostname": f"node{node}", "environment": environment, "volumes": job.volumes}
+        environment = {**spec.environment, "NODE_RANK": str(node)}
+        service = {"hostname": f"node{node}", "environment": environment, "volumes": spec.volumes}
         if node > 1:
             service["extends"] = {"file": str(COMPOSE_FILE), "service": "node1"}
         if shares[node]:
@@ -204,39 +203,38 @@ def main(argv: list[str]) -> int:
     image = os.environ.get("IMAGE") or f"cluster-recipes/{image_of(recipe)}:latest"
     check_image(docker, image, recipe)
     compose = find_compose(docker)
-    job = script_job(args.name, args.options) if script.is_set() else recipe_job(recipe, args.options)
-    make_writable(job.run)
-    if job.cache and not job.cache.exists():
-        make_writable(job.cache)
-    make_folder(job.data)
+    spec = script_spec(args.name, args.options) if script.is_set() else recipe_spec(recipe, args.options)
+    make_writable(spec.run)
+    if spec.cache and not spec.cache.exists():
+        make_writable(spec.cache)
+    make_folder(spec.data)
 
-    cores = count_cores()
     environment = {
         # docker-compose is a Python program, which imports a package that is called docker as well.
         **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         "COMPOSE_PROJECT_NAME": f"cluster-recipes-{uuid.uuid4().hex[:8]}",
         "IMAGE": image,
         "RECIPE": recipe,
-        "OPTIONS": shlex.join(job.options),
+        "OPTIONS": shlex.join(spec.options),
         "NNODES": str(nodes),
         "NPROC_PER_NODE": str(processes),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // (nodes * processes)))),
-        "RUNS": str(job.run.parent),
-        "DATA": str(job.data),
+        "OMP_NUM_THREADS": threads_per_process(nodes, processes),
+        "RUNS": str(spec.run.parent),
+        "DATA": str(spec.data),
         "CONTAINER_USER": CONTAINER_USER if os.geteuid() == 0 else f"{os.geteuid()}:{os.getegid()}",
     }
-    containers = LocalJob()
-    containers.handle_signals()
+    job = LocalJob()
+    job.handle_signals()
     with temporary_folder() as scratch:
         more = Path(scratch, "nodes.json")
         more.write_text(
-            json.dumps(compose_override(nodes, shares, job)).replace("$", "$$")
+            json.dumps(compose_override(nodes, shares, spec)).replace("$", "$$")
         )  # Compose expands $NAME
         compose += ["--file", str(COMPOSE_FILE), "--file", str(more)]
         with removed_at_end(compose, environment):
-            status = run_nodes(docker, compose, environment, nodes, containers)
+            status = run_nodes(docker, compose, environment, nodes, job)
     with contextlib.suppress(OSError):  # the folder of a refused run is empty
-        job.run.rmdir()
+        spec.run.rmdir()
     return status
 
 

@@ -29,7 +29,7 @@ from recipes.common.data.workers import start_tracker
 from recipes.common.errors import UserError
 from recipes.common.options import non_negative_int, option, parse, positive_int
 from recipes.common.process.entry import run_main
-from recipes.common.process.node import Node, check_head, read_master, status_of
+from recipes.common.process.node import Failure, Node, check_head, read_master, status_of
 from recipes.common.process.parent import end_with_parent
 from recipes.common.process.ranks import Ranks, read_ranks
 from recipes.common.process.signals import STOP_SIGNALS, Stop
@@ -161,9 +161,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for process in context.processes:
             process.kill()
     first = node.node_rank * node.nproc_per_node
-    failed = {first + i: status for i, status in enumerate(statuses) if status}
-    if failed:
-        sys.exit(status_of(failed, {first + i: pid for i, pid in enumerate(context.pids())}))
+    ended = enumerate(zip(statuses, context.pids(), strict=True), start=first)
+    if failed := {rank: Failure(status, pid) for rank, (status, pid) in ended if status}:
+        sys.exit(status_of(failed))
 
 
 if __name__ == "__main__":

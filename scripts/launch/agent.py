@@ -29,7 +29,7 @@ from recipes.common.process.node import Node, read_master
 from recipes.common.process.parent import end_with_launcher
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
-from scripts.launch.command import command, temporary_folder
+from scripts.launch.command import ONE_PROCESS, command, temporary_folder
 from scripts.launch.rank_processes import pass_signals_on, rank_command, run_processes
 
 
@@ -112,4 +112,4 @@ def main(run: Callable[[Node, str, list[str], str], int]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(run_one if sys.argv[1] in ("single", "dataparallel", "spawn") else run_torchrun)
+    main(run_one if sys.argv[1] in (*ONE_PROCESS, "spawn") else run_torchrun)

@@ -17,7 +17,6 @@ torchrun restarts the ranks of all nodes when a rank fails or a node joins. Hand
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 import signal
@@ -48,12 +47,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from recipes.common.errors import UserError
 from recipes.common.options import read_number
 from recipes.common.process.entry import USAGE_STATUS
-from recipes.common.process.node import Node, wait_for_head
+from recipes.common.process.node import Failure, Node, wait_for_head
 from recipes.common.process.parent import end_with_launcher
-from recipes.common.process.rendezvous_errors import MissingNodeError, MissingStoreError, port_taken_error
+from recipes.common.process.rendezvous_errors import MissingNodeError, MissingStoreError
 from scripts.launch import rank_processes, script, torch_agent
 from scripts.launch.command import command
-from scripts.launch.echo import listen
 from scripts.launch.rank_processes import (
     SAVING,
     STOPPED_BY,
@@ -71,7 +69,7 @@ from scripts.launch.rejoin import (
     resume_hint,
     say,
 )
-from scripts.launch.torch_agent import failures_of, worker_spec
+from scripts.launch.torch_agent import failures_of, listening_fd, worker_spec
 
 BEAT_S = 1
 """Interval between two heartbeats of a node."""
@@ -117,16 +115,10 @@ def serve(port: int, address: str = "", ready_file: str = "") -> None:
     Raises:
         UserError: the port is taken, or this machine does not have the address.
     """
-    try:
-        listener = listen(address, port)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise port_taken_error(port) from None
-        raise UserError(f"cannot listen at {address}:{port}: {error.strerror}") from None
+    listener = listening_fd(address, port)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to all steps, this one included
-    store = TCPStore(
-        address or "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    place = address or "localhost", port
+    store = TCPStore(*place, is_master=True, wait_for_workers=False, master_listen_fd=listener)
     if ready_file:
         Path(ready_file).touch()
     while True:
@@ -372,8 +364,8 @@ class Agent(torch_agent.Agent):
 
     has_run = False
     """Whether ranks of this node have run, so that a stop between two rounds may lose their work."""
-    failures: tuple[dict[int, int], dict[int, int]] | None = None
-    """Exit statuses and process ids of this node's failed ranks in the newest round."""
+    failures: dict[int, Failure] | None = None
+    """This node's failed ranks in the newest round."""
 
     def __init__(
         self, spec: WorkerSpec, logs: str, handler: Handler, later_arguments: Callable[[], list[str]]
@@ -410,18 +402,19 @@ class Agent(torch_agent.Agent):
             self.handler.has_result = True
             self.handler.announce_finish()
         elif result.state == WorkerState.FAILED:
-            statuses, pids = failures_of(result)
+            failures = failures_of(result)
             if STOPPED_BY:
-                self._leave(has_checkpoint=report_if_stopped(statuses))
+                self._leave(has_checkpoint=report_if_stopped(failures))
             if script.is_set() and self.handler.is_stopping():
                 # Ranks that do not handle the signal are killed by it, and the others fail without them: no
                 # failure. A rank that could not write its checkpoint looks the same, so how it ended is printed.
-                if ended := {rank: status for rank, status in statuses.items() if status > 0}:
-                    say(f"{cause_of_failure(ended, pids)}; it was stopping, so no restart is counted")
+                if ended := {rank: failure for rank, failure in failures.items() if failure.status > 0}:
+                    say(f"{cause_of_failure(ended)}; it was stopping, so no restart is counted")
                 self.handler.has_stopped = True
                 return RunResult(state=WorkerState.HEALTHY)
-            self.failures = statuses, pids
-            is_refusal = USAGE_STATUS in statuses.values() and self.handler.is_refusal()
+            self.failures = failures
+            has_refused = any(failure.status == USAGE_STATUS for failure in failures.values())
+            is_refusal = has_refused and self.handler.is_refusal()
             if is_refusal:
                 self._remaining_restarts = 0
             if self._remaining_restarts == 0:
@@ -432,7 +425,7 @@ class Agent(torch_agent.Agent):
                 restart = f"restart {count} of at most {worker_group.spec.max_restarts}"
                 if self.handler.is_ending():
                     restart = "no restart, since ranks of another node have finished"
-                say(f"{cause_of_failure(statuses, pids)}; {restart}")
+                say(f"{cause_of_failure(failures)}; {restart}")
         return result
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -441,9 +434,8 @@ class Agent(torch_agent.Agent):
                 say(f"lost {names_of(self.handler.lost)}: silent for {BEAT_S * SILENT_BEATS} s")
             elif not self.handler.left or self.handler.is_stopping():
                 result = self._ask_for_checkpoint(worker_group)
-                statuses, _ = failures_of(result)
                 has_ended = result.state == WorkerState.SUCCEEDED
-                if STOPPED_BY and (has_ended or report_if_stopped(statuses)):
+                if STOPPED_BY and (has_ended or report_if_stopped(failures_of(result))):
                     self._leave(has_checkpoint=True)
                 self.handler.has_saved = has_ended
             if STOPPED_BY:
@@ -548,7 +540,7 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
         status = handler.job_status()
         if script.is_set() and agent.failures:
             # Ranks of other nodes had finished by then, so no further round begins.
-            status = own_status(node_status(*agent.failures)) or status
+            status = own_status(node_status(agent.failures)) or status
         say(f"the job has ended without this node, with status {status}")
         return status
     except RendezvousTimeoutError:
@@ -560,7 +552,7 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
         return LOST_STATUS
     if not result.is_failed():
         return 0
-    status = node_status(*failures_of(result))
+    status = node_status(failures_of(result))
     if status != USAGE_STATUS and max_restarts:
         say(f"that was restart {max_restarts} of at most {max_restarts} (MAX_RESTARTS)")
     return own_status(status)

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 
 from recipes.common.errors import UserError
 from recipes.common.process.node import Node, check_head
+from recipes.common.process.ranks import bind_address
 from recipes.common.process.rendezvous_errors import port_taken_error
 from scripts.launch.agent import main
 from scripts.launch.rank_processes import rank_command, run_processes
@@ -37,7 +38,7 @@ def rendezvous(node: Node) -> Iterator[None]:
     hosts = ",".join(f"node-{i}:{node.nproc_per_node}" for i in range(node.nnodes))
     try:
         # Not MASTER_ADDR's alone: on Debian, node 0's own name resolves there to 127.0.1.1, out of others' reach.
-        server = RendezvousHTTPServer((node.bind_address, node.master_port), RendezvousHandler, 0)
+        server = RendezvousHTTPServer((bind_address(node.master_addr), node.master_port), RendezvousHandler, 0)
     except OSError:
         raise port_taken_error(node.master_port) from None
     server.init(get_host_assignments(parse_hosts(hosts), node.nnodes * node.nproc_per_node))

@@ -133,6 +133,11 @@ def free_port(address: str = "") -> int:
     raise UserError(f"no port is free from {_PORTS[0]} to {_PORTS[-1]}; free some (ss -tlnp lists their users)")
 
 
+def threads_per_process(nodes: int, processes: int) -> str:
+    """Return OMP_NUM_THREADS of nodes on this machine: as it is set, else so that each core has one thread."""
+    return os.environ.get("OMP_NUM_THREADS", str(max(1, count_cores() // (nodes * processes))))
+
+
 def node_environment(node: int, nodes: int, processes: int, gpus: list[str], port: int) -> dict[str, str]:
     """Return the environment of one node: the five launch variables, its GPUs, and settings for one machine."""
     environment = {
@@ -143,15 +148,13 @@ def node_environment(node: int, nodes: int, processes: int, gpus: list[str], por
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+        "OMP_NUM_THREADS": threads_per_process(nodes, processes),
         "PORT_IS_CHOSEN": "1",
         "PYTHON": sys.executable,
     }
-    cores = count_cores()
-    # All nodes share this machine: one thread per core in total, and nothing listens beyond the loopback.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // (nodes * processes))))
     # Threads that wait at a barrier soon sleep instead of burning a core that another process needs.
     environment.setdefault("GOMP_SPINCOUNT", "10000")
-    environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # nothing listens beyond it
     return environment
 
 

@@ -34,6 +34,7 @@ from recipes.common.errors import UserError, nearest
 from recipes.common.options import Parser, positive_int
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.parent import end_with_parent, exec_python
+from recipes.common.process.ranks import bind_address
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
 from scripts.launch.command import recipes
@@ -135,14 +136,13 @@ def own_addresses() -> list[str]:
 
 def choose_address(world: MPI.Comm, local: MPI.Comm, is_one_host: bool) -> tuple[str, int]:
     """Return an address of rank 0 that every node has reached, and a free port there; call it on all ranks."""
-    given = os.environ.get("MASTER_ADDR")
+    given = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if is_one_host else "")
     echo = None
     offer: tuple[list[str], int, str] | None = None
     if world.rank == 0:
         try:
             token = secrets.token_hex(16)
-            given = given or ("127.0.0.1" if is_one_host else None)
-            place = given if given == "127.0.0.1" else ""
+            place = bind_address(given)
             echo = Echo(place, token, int(os.environ.get("MASTER_PORT") or free_port(place)))
             candidates = [given] if given else [*own_addresses(), socket.getfqdn()]
             offer = candidates, echo.port, token

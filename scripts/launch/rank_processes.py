@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from recipes.common.process.node import cause_of, status_of
+from recipes.common.process.node import Failure, cause_of, status_of
 from recipes.common.process.parent import LAUNCHER_PID
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
@@ -121,33 +121,29 @@ def run_processes(command: list[str], environments: dict[int, dict[str, str]], l
                     os.killpg(process.pid, number)
     wait_for(running, END_SIGNAL_GRACE_S)
     end_groups([process.pid for process in running])
-    failed = {rank: process for rank, process in processes.items() if process.returncode}
-    if not failed:
-        return 0
-    return node_status(
-        {rank: p.returncode for rank, p in failed.items()}, {rank: p.pid for rank, p in failed.items()}
-    )
+    failed = {rank: Failure(p.returncode, p.pid) for rank, p in processes.items() if p.returncode}
+    return node_status(failed) if failed else 0
 
 
-def own_failures(statuses: dict[int, int]) -> dict[int, int]:
-    """Return the statuses of failed ranks without those that the agent ended, unless there are no others."""
-    return {rank: status for rank, status in statuses.items() if status != -END_SIGNAL} or statuses
+def own_failures(failures: dict[int, Failure]) -> dict[int, Failure]:
+    """Return the failed ranks without those that the agent ended, unless there are no others."""
+    return {rank: failure for rank, failure in failures.items() if failure.status != -END_SIGNAL} or failures
 
 
-def cause_of_failure(statuses: dict[int, int], pids: dict[int, int]) -> str:
+def cause_of_failure(failures: dict[int, Failure]) -> str:
     """Return which of a node's failed ranks is to blame, and how it ended."""
-    return cause_of(own_failures(statuses), pids)
+    return cause_of(own_failures(failures))
 
 
-def report_if_stopped(statuses: dict[int, int]) -> bool:
+def report_if_stopped(failures: dict[int, Failure]) -> bool:
     """Whether a stop signal itself has ended ranks; print a line if so."""
     for number in STOP_SIGNALS if STOPPED_BY else ():
-        if -number in statuses.values():
+        if any(failure.status == -number for failure in failures.values()):
             print(f"stopped by {signal.Signals(number).name}, which the script does not handle", flush=True)
             return True
     return False
 
 
-def node_status(statuses: dict[int, int], pids: dict[int, int]) -> int:
+def node_status(failures: dict[int, Failure]) -> int:
     """Return a node's status from its failed ranks, without those that the agent ended; 0 if a stop signal did."""
-    return 0 if report_if_stopped(statuses) else status_of(own_failures(statuses), pids, script.is_set())
+    return 0 if report_if_stopped(failures) else status_of(own_failures(failures), script.is_set())

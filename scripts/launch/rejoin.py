@@ -21,6 +21,7 @@ from recipes.common.options import read_number
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.node import check_port, how_ended, read_master
 from recipes.common.process.parent import LAUNCHER_PID, end_with_launcher
+from recipes.common.process.ranks import bind_address
 from recipes.common.process.rendezvous_errors import MissingNodeError, MissingStoreError
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
@@ -121,9 +122,8 @@ def start_store(store: subprocess.Popen[bytes] | None) -> subprocess.Popen[bytes
         check_port(port)
     elif store.poll() is None:
         return store
-    # As Node.bind_address: no other machine has a node of this job.
-    place = [str(port), *([address] if address == "127.0.0.1" else [])]
-    return start_process([sys.executable, "-m", "scripts.launch.elastic", *place], os.environ)
+    command = [sys.executable, "-m", "scripts.launch.elastic", str(port), bind_address(address)]
+    return start_process(command, os.environ)
 
 
 def run_with_restarts(options: list[str], max_restarts: int, agent: list[str]) -> int:

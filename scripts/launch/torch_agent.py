@@ -26,7 +26,8 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from recipes.common.errors import UserError
-from recipes.common.process.node import Node, check_head
+from recipes.common.process.node import Failure, Node, check_head
+from recipes.common.process.ranks import bind_address
 from recipes.common.process.rendezvous_errors import MissingNodeError, port_taken_error
 from scripts.launch import script
 from scripts.launch.echo import listen
@@ -72,10 +73,9 @@ def end_ranks(
     end_groups([rank.pid for rank in ranks])
 
 
-def failures_of(result: RunResult) -> tuple[dict[int, int], dict[int, int]]:
-    """Return the exit statuses and process ids of a node's failed ranks."""
-    failures = result.failures.items()
-    return {rank: f.exitcode for rank, f in failures}, {rank: f.pid for rank, f in failures}
+def failures_of(result: RunResult) -> dict[int, Failure]:
+    """Return how a node's failed ranks have ended."""
+    return {rank: Failure(failure.exitcode, failure.pid) for rank, failure in result.failures.items()}
 
 
 def choose_numa_options(node: Node, options: list[str]) -> Any:
@@ -120,6 +120,20 @@ def worker_spec(
     )
 
 
+def listening_fd(address: str, port: int) -> int:
+    """Return a socket that listens at an address ("": all) for a store: torch itself would listen on all.
+
+    Raises:
+        UserError: the port is taken, or this machine does not have the address.
+    """
+    try:
+        return listen(address, port).detach()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise port_taken_error(port) from None
+        raise UserError(f"cannot listen at {address}:{port}: {error.strerror}") from None
+
+
 def meet_nodes(node: Node, job: str) -> Store:
     """Meet the other nodes in the store that node 0 serves; return the store.
 
@@ -133,13 +147,8 @@ def meet_nodes(node: Node, job: str) -> Store:
     is_head = node.node_rank == 0
     bound = timedelta(seconds=node.rdzv_timeout_s)
     options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
-    try:
-        if is_head:  # torch itself would listen on all addresses, also if all nodes are on this machine
-            options["master_listen_fd"] = listen(node.bind_address, node.master_port).detach()
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise port_taken_error(node.master_port) from None
-        raise
+    if is_head:
+        options["master_listen_fd"] = listening_fd(bind_address(node.master_addr), node.master_port)
     store = TCPStore(node.master_addr, node.master_port, is_master=is_head, timeout=bound, **options)
     names, own = PrefixStore(f"{job}/nodes", store), f"{socket.gethostname()} (pid {os.getpid()})"
     rank, ranks = str(node.node_rank), [str(rank) for rank in range(node.nnodes)]
@@ -163,7 +172,7 @@ def meet_nodes(node: Node, job: str) -> Store:
             return store
         if time.monotonic() > deadline:
             missing = find_missing(names, ranks) or ["0"]  # all are there, and node 0 has not said so
-            hint = " (no other machine reaches 127.0.0.1)" if node.bind_address else ""
+            hint = " (no other machine reaches 127.0.0.1)" if bind_address(node.master_addr) else ""
             raise MissingNodeError(
                 f"node {rank} waited {node.rdzv_timeout_s} s for node {', '.join(missing)} of {node.nnodes} at "
                 f"{node.master_addr}:{node.master_port}; is it up, and is its NODE_RANK right?{hint}"
@@ -197,4 +206,4 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
             f"node {node.node_rank} waited for {node.nnodes} nodes at {node.master_addr}:{node.master_port}, "
             f"at most {node.rdzv_timeout_s} s for each: {str(error).strip().splitlines()[0]}"
         ) from None
-    return node_status(*failures_of(result)) if result.is_failed() else 0
+    return node_status(failures_of(result)) if result.is_failed() else 0

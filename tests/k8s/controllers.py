@@ -96,8 +96,6 @@ class PyTorchJob:
         groups = spec["pytorchReplicaSpecs"]
         assert {group["restartPolicy"] for group in groups.values()} == {"OnFailure"}
         self.restarts = [0] * sum(group["replicas"] for group in groups.values())
-        # pkg/controller.v1/pytorch/initcontainer.go: Workers wait for the Master's name in an init container
-        self.has_init_container = "Master" in groups
 
     def fail(self, statuses: dict[int, int | str]) -> bool:
         """Record that pods fail and restart; return whether the job goes on.
@@ -115,7 +113,6 @@ class MPIJob:
     """The MPI operator 0.8: the workers' pods stay, and only the launcher's failures count."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
-        self.waits_for_workers = spec["launcherCreationPolicy"] == "WaitForWorkersReady"
         self.limit, self.restarts, self.drained = spec["runPolicy"]["backoffLimit"], 0, 0
         assert spec["mpiReplicaSpecs"]["Launcher"]["restartPolicy"] == "OnFailure"
 
@@ -132,11 +129,3 @@ class MPIJob:
         else:
             self.restarts += 1
         return self.restarts < self.limit and self.drained <= self.limit
-
-    def launcher_at(self, workers_s: list[int], late_s: int) -> int:
-        """Return when the launcher's container starts, if its image arrives late_s after its pod was created.
-
-        pkg/controller/mpi_job_controller.go, syncHandler: with WaitForWorkersReady, the launcher's Job is created
-        once all workers are ready, however long that takes. A worker in sshd waits for the launcher without bound.
-        """
-        return (max(workers_s) if self.waits_for_workers else 0) + late_s

@@ -77,8 +77,12 @@ def test_all_containers_of_a_pytorchjob_start_again_three_times(nodes):
 
 
 def test_a_pytorchjob_has_no_part_of_the_operators_in_its_pods():
-    """The restricted standard refuses the operator's init container, and its restarts would count."""
-    assert not PyTorchJob(spec_of("pytorchjob")).has_init_container
+    """With a Master, Workers get an init container (pkg/controller.v1/pytorch/initcontainer.go).
+
+    The restricted standard refuses it, and its restarts would count.
+    """
+    for kind in ("pytorchjob", "pytorchjob-elastic"):
+        assert spec_of(kind)["pytorchReplicaSpecs"].keys() == {"Worker"}
 
 
 def test_stops_of_a_pytorchjob_count():
@@ -175,12 +179,11 @@ def test_a_head_that_is_later_than_one_wait_costs_one_restart_of_the_others():
 
 
 def test_an_mpijobs_launcher_comes_once_all_workers_are_there():
-    """However late their images are, mpirun finds all workers, and no restart is used up."""
-    job = MPIJob(spec_of("mpijob"))
-    for workers in ([0, pulled_at(3600)], [pulled_at(600), 0]):
-        launcher = job.launcher_at(workers, late_s=pulled_at(100))
-        assert launcher >= max(workers)
-        assert give_up([max(workers), launcher], bound_of("mpijob")) == {}
+    """However late images are: its Job is made once all workers are ready, and sshd waits for it without bound.
+
+    pkg/controller/mpi_job_controller.go, syncHandler.
+    """
+    assert spec_of("mpijob")["launcherCreationPolicy"] == "WaitForWorkersReady"
 
 
 def test_every_kind_is_simulated_or_counted_elsewhere():

@@ -36,6 +36,11 @@ def check_faults(name, documents):
     return schemas.faults(documents)
 
 
+def rendered(kind="indexed-job", recipe="", name="mine", nodes=2, **own):
+    """Return the documents that make k8s would apply, by default for the recipe that the kind's file runs."""
+    return render(Request(kind, recipe or recipe_for(kind), name, nodes, **own))
+
+
 def test_every_file_is_known():
     assert set(FILES) == {f"{kind}.yaml" for kind in KINDS} | {"cluster.yaml"}
 
@@ -48,9 +53,7 @@ def test_the_file_is_valid_and_restricted(name):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("nodes", "gpus"), [(4, 8), (2, 0)])
 def test_a_rendered_job_is_valid_and_restricted(kind, nodes, gpus):
-    documents = render(
-        Request(kind, recipe_for(kind), "my-job", nodes=nodes, gpus=gpus, image="a/b:1", fabric="ib")
-    )
+    documents = rendered(kind, name="my-job", nodes=nodes, gpus=gpus, image="a/b:1", fabric="ib")
     assert check_faults(f"{kind}.yaml", documents) == []
 
 
@@ -59,7 +62,7 @@ def test_no_image_is_pulled_from_a_name_that_somebody_else_may_own(kind):
     for template in pod_templates(load(f"{kind}.yaml")):
         assert one(template["spec"])["image"].startswith("registry.invalid/")
     for image, policy in ((None, "Never"), ("a/b:1", "IfNotPresent")):
-        documents = render(Request(kind, recipe_for(kind), "mine", nodes=2, image=image))
+        documents = rendered(kind, image=image)
         assert {one(template["spec"])["imagePullPolicy"] for template in pod_templates(documents)} == {policy}
 
 
@@ -73,7 +76,7 @@ def test_an_image_in_an_edited_file_is_used(monkeypatch, kind, recipe, expected)
     documents = parse(re.sub(r"registry\.invalid/\S+", "mine:1", text))
     monkeypatch.setattr(manifest, "load", lambda file: copy.deepcopy(documents))
     for image in (None, "a/b:1"):
-        for template in pod_templates(render(Request(kind, recipe, "mine", nodes=2, image=image))):
+        for template in pod_templates(rendered(kind, recipe, image=image)):
             found = (one(template["spec"])["image"], one(template["spec"])["imagePullPolicy"])
             own = (expected, "IfNotPresent") if expected else ("cluster-recipes/apex:latest", "Never")
             assert found == ((image, "IfNotPresent") if image else own)
@@ -97,7 +100,7 @@ def test_arguments_of_an_edited_file_are_kept(monkeypatch):
         ("fsdp", 0, ["fsdp", "--name=mine", *kept[:-1]]),
         ("probe", None, ["probe", "--device=cuda"]),
     ):
-        documents = render(Request("indexed-job", recipe, "mine", nodes=2, gpus=gpus))
+        documents = rendered(recipe=recipe, gpus=gpus)
         assert one(documents[-1]["spec"]["template"]["spec"])["args"] == words
 
 
@@ -111,14 +114,14 @@ def test_arguments_of_an_edited_file_are_kept(monkeypatch):
 )
 def test_text_comes_from_the_standard_library_unless_a_folder_is_given(options, expected):
     """As under the other launchers; /data may be empty."""
-    documents = render(Request("indexed-job", "ddp", "mine", nodes=2, options=options))
+    documents = rendered(options=options)
     words = one(documents[-1]["spec"]["template"]["spec"])["args"]
     assert [word for word in words if word.startswith("--data-dir")] == expected
 
 
 def test_a_folder_of_text_in_an_edited_file_is_kept(monkeypatch):
     edit_args(monkeypatch, "- --data-dir=/data", "- --data-dir=/data/books")
-    documents = render(Request("indexed-job", "ddp", "mine", nodes=2, options=["--data=text"]))
+    documents = rendered(options=["--data=text"])
     assert "--data-dir=/data/books" in one(documents[-1]["spec"]["template"]["spec"])["args"]
 
 
@@ -141,7 +144,7 @@ def test_what_kubernetes_expands_is_not_checked_before(monkeypatch, word, is_ref
 def test_a_file_that_was_edited_wrongly_is_one_line(monkeypatch, new, expected):
     edit_args(monkeypatch, "- --name=ddp", new)
     with pytest.raises(UserError, match=f"^{re.escape(expected)}") as raised:
-        render(Request("indexed-job", "ddp", "mine", nodes=2))
+        rendered()
     assert "\n" not in str(raised.value)
 
 
@@ -149,7 +152,7 @@ def test_a_file_that_was_edited_wrongly_is_one_line(monkeypatch, new, expected):
 def test_options_reach_a_process_as_they_were_typed(kind):
     """Kubernetes would replace $(NNODES), and turn $$ into $."""
     options = ["--a=$(NNODES)", "$$", "a$", "$(", 'it\'s "b c"', "", "1.10", "x\ny"]
-    documents = parse(to_text(render(Request(kind, recipe_for(kind), "mine", nodes=2, options=options))))
+    documents = parse(to_text(rendered(kind, options=options)))
     pods = [pod for pod in simulation.pods(kind, documents) if "args" in one(pod.spec)]
     assert pods
     for pod in pods:
@@ -285,8 +288,7 @@ def test_pods_differ_in_nothing_but_their_part():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("gpus", [None, 0, 4])
 def test_a_node_has_as_many_gpus_as_processes(kind, gpus):
-    recipe = recipe_for(kind)
-    pods = simulation.pods(kind, render(Request(kind, recipe, "mine", nodes=2, gpus=gpus)))
+    pods = simulation.pods(kind, rendered(kind, gpus=gpus))
     counts = {one(pod.spec).get("resources", {}).get("limits", {}).get(GPU) for pod in pods}
     names = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE")
     processes = {pod.env[name] for pod in pods for name in names if name in pod.env}
@@ -298,7 +300,7 @@ def test_a_node_has_as_many_gpus_as_processes(kind, gpus):
 @pytest.mark.parametrize("kind", ["indexed-job", "jobset", "pytorchjob", "trainjob"])
 @pytest.mark.parametrize("recipe", ["single", "dataparallel"])
 def test_a_recipe_of_one_process_is_one_process_with_all_gpus(kind, recipe):
-    [pod] = simulation.pods(kind, render(Request(kind, recipe, "mine", nodes=1, gpus=4)))
+    [pod] = simulation.pods(kind, rendered(kind, recipe, nodes=1, gpus=4))
     names = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE")
     assert {pod.env[name] for name in names if name in pod.env} == {"1"}
     assert one(pod.spec)["resources"]["limits"][GPU] == 4
@@ -309,7 +311,7 @@ def test_sizes_of_a_node_grow_with_its_gpus(kind):
     """Cores, memory and /dev/shm must grow: what one rank needs is too little for eight that import torch."""
     sizes, disks = {}, set()
     for gpus in (None, 1, 8):
-        pods = simulation.pods(kind, render(Request(kind, recipe_for(kind), "mine", nodes=2, gpus=gpus)))
+        pods = simulation.pods(kind, rendered(kind, gpus=gpus))
         resources, spec = one(pods[-1].spec)["resources"], pods[-1].spec
         amounts = [*resources["requests"].values(), resources["limits"]["memory"]]
         sizes[gpus] = [
@@ -348,7 +350,7 @@ def test_sizes_of_an_edited_file_follow_its_number_of_gpus(monkeypatch, gpus, ex
         return documents
 
     monkeypatch.setattr(manifest, "load", load_edited)
-    spec = render(Request("indexed-job", "ddp", "mine", nodes=2, gpus=gpus))[-1]["spec"]["template"]["spec"]
+    spec = rendered(gpus=gpus)[-1]["spec"]["template"]["spec"]
     resources, shm = one(spec)["resources"], spec["volumes"][1]["emptyDir"]["sizeLimit"]
     assert (resources["requests"]["cpu"], resources["requests"]["memory"], shm) == expected
     assert resources["limits"] == {"memory": expected[1], GPU: gpus}
@@ -371,8 +373,8 @@ def test_gpus_that_the_manifest_does_not_limit_are_refused(monkeypatch, kind):
 
     monkeypatch.setattr(manifest, "load", load_edited)
     with pytest.raises(UserError, match=r"^GPUS 8: the manifest has no limit of nvidia.com/gpu; add one"):
-        render(Request(kind, recipe_for(kind), "mine", nodes=2, gpus=8))
-    render(Request(kind, recipe_for(kind), "mine", nodes=2, gpus=0))
+        rendered(kind, gpus=8)
+    rendered(kind, gpus=0)
 
 
 @pytest.mark.parametrize(
@@ -400,7 +402,7 @@ def test_what_is_no_quantity_is_not_scaled():
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "doctor"])
 def test_a_pod_knows_the_cores_that_it_requests(kind):
     """Without a CPU limit, a pod sees the cores of the whole machine, and would start a thread for each."""
-    pod = simulation.pods(kind, render(Request(kind, recipe_for(kind), "mine", nodes=2, gpus=8)))[-1]
+    pod = simulation.pods(kind, rendered(kind, gpus=8))[-1]
     assert pod.env["CPU_REQUEST"] == str(one(pod.spec)["resources"]["requests"]["cpu"])
 
 
@@ -422,14 +424,13 @@ def device_of(pod):
 )
 def test_pods_with_gpus_train_on_gpus(kind, gpus, options, expected):
     """Unless the user chooses another device."""
-    request = Request(kind, recipe_for(kind), "mine", nodes=2, gpus=gpus, options=options)
-    pods = simulation.pods(kind, render(request))
+    pods = simulation.pods(kind, rendered(kind, gpus=gpus, options=options))
     assert {device_of(pod) for pod in pods if "args" in one(pod.spec)} == {expected}
 
 
 def test_limits_follow_the_number_of_nodes():
     def spec_of(kind, nodes):
-        return render(Request(kind, "ddp", "mine", nodes=nodes))[-1]["spec"]
+        return rendered(kind, nodes=nodes)[-1]["spec"]
 
     most = [spec_of("pytorchjob-elastic", nodes)["elasticPolicy"]["maxReplicas"] for nodes in (2, 6)]
     assert most == [4, 6], "more may join than there are at first"
@@ -438,10 +439,7 @@ def test_limits_follow_the_number_of_nodes():
 
 def test_each_rendered_elastic_job_has_a_rendezvous_of_its_own():
     """Otherwise its pods could meet those of an older job of the same name."""
-    ids = {
-        render(Request("pytorchjob-elastic", "ddp", "mine", nodes=2))[-1]["spec"]["elasticPolicy"]["rdzvId"]
-        for _ in range(2)
-    }
+    ids = {rendered("pytorchjob-elastic")[-1]["spec"]["elasticPolicy"]["rdzvId"] for _ in range(2)}
     assert len(ids) == 2
     assert all(re.fullmatch("mine-[0-9a-f]{8}", text) for text in ids)
 
@@ -561,8 +559,7 @@ def test_components_change_every_kind(kind):
 def test_components_are_rendered_with_a_job(kind):
     need_kubectl()
     own = ["pod-group"] * (kind == "trainjob")
-    request = Request(kind, recipe_for(kind), "mine", nodes=2, gpus=8, components=["network-policy", *own])
-    documents = render(request)
+    documents = rendered(kind, gpus=8, components=["network-policy", *own])
     assert check_faults(f"{kind}.yaml", documents) == []
     policy = simulation.named(documents, "NetworkPolicy")
     selector = policy["spec"]["podSelector"]["matchLabels"]
@@ -571,7 +568,7 @@ def test_components_are_rendered_with_a_job(kind):
     assert policy["spec"]["ingress"] == [{"from": [{"podSelector": {"matchLabels": selector}}]}]
     for pod in simulation.pods(kind, documents):  # it selects its own pods, and no other job's
         assert selector.items() <= pod.labels.items()
-    others = render(Request(kind, recipe_for(kind), "other", nodes=2))
+    others = rendered(kind, name="other")
     assert not any(selector.items() <= one["metadata"]["labels"].items() for one in pod_templates(others))
     assert [document["spec"].get("podGroupPolicy") is not None for document in documents].count(True) == len(own)
     assert documents[-1]["kind"] == load(f"{kind}.yaml")[-1]["kind"]
@@ -614,7 +611,7 @@ def test_a_component_that_does_nothing_is_refused(name, words, monkeypatch):
     else:
         monkeypatch.setenv("KUBECTL", "no-such-kubectl")
     with pytest.raises(UserError, match=f"^{re.escape(words)}"):
-        render(Request("indexed-job", "ddp", "mine", nodes=2, components=[name]))
+        rendered(components=[name])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -214,48 +214,39 @@ def test_a_lock_of_another_cuda_is_made_from_its_index(tmp_path):
     assert (result.status, len(result.errors)) == (2, 1)
 
 
-DEBIAN, UBUNTU = (
-    "http://snapshot.debian.org/archive/debian/20261101T000000Z",
-    ("https://snapshot.ubuntu.com/ubuntu/20261101T000000Z"),
-)
+DEBIAN = "http://snapshot.debian.org/archive/debian/20261101T000000Z"
+SECURITY = DEBIAN.replace("/debian/", "/debian-security/")
+UBUNTU = "https://snapshot.ubuntu.com/ubuntu/20261101T000000Z"
+TODAYS = "deb http://deb.debian.org/debian bookworm main"
+NVIDIAS = "URIs: https://developer.download.nvidia.com/compute/cuda/repos/ubuntu2404/x86_64"
+TWO_SCHEMES = f"deb {UBUNTU}/ noble main\ndeb {UBUNTU.replace('https', 'http')} noble main"
+BY_HTTPS = f"deb {DEBIAN.replace('http', 'https')} sid main"
 
 
 @pytest.mark.parametrize(
     ("url", "before", "after"),
     [
-        (DEBIAN, "deb http://deb.debian.org/debian bookworm main", f"deb {DEBIAN} bookworm main"),
+        (DEBIAN, TODAYS, f"deb {DEBIAN} bookworm main"),
         (
             DEBIAN,
             "URIs: http://deb.debian.org/debian\nURIs: http://deb.debian.org/debian-security",
-            f"URIs: {DEBIAN}\nURIs: {DEBIAN.replace('debian/2', 'debian-security/2')}",
+            f"URIs: {DEBIAN}\nURIs: {SECURITY}",
         ),
         (
             DEBIAN,
-            "deb http://deb.debian.org/debian bookworm main\n"
-            "deb [signed-by=/x] http://security.debian.org/debian-security bookworm-security main",
-            f"deb {DEBIAN} bookworm main\n"
-            f"deb [signed-by=/x] {DEBIAN.replace('debian/2', 'debian-security/2')} bookworm-security main",
+            f"{TODAYS}\ndeb [signed-by=/x] http://security.debian.org/debian-security bookworm-security main",
+            f"deb {DEBIAN} bookworm main\ndeb [signed-by=/x] {SECURITY} bookworm-security main",
         ),
         (
             UBUNTU,
-            "URIs: http://archive.ubuntu.com/ubuntu/\nURIs: http://security.ubuntu.com/ubuntu/\n"
-            "URIs: https://developer.download.nvidia.com/compute/cuda/repos/ubuntu2404/x86_64",
-            f"URIs: {UBUNTU}\nURIs: {UBUNTU}\n"
-            "URIs: https://developer.download.nvidia.com/compute/cuda/repos/ubuntu2404/x86_64",
+            f"URIs: http://archive.ubuntu.com/ubuntu/\nURIs: http://security.ubuntu.com/ubuntu/\n{NVIDIAS}",
+            f"URIs: {UBUNTU}\nURIs: {UBUNTU}\n{NVIDIAS}",
         ),
-        (
-            UBUNTU,
-            f"deb {UBUNTU}/ noble main\ndeb {UBUNTU.replace('https', 'http')} noble main",
-            f"deb {UBUNTU}/ noble main\ndeb {UBUNTU.replace('https', 'http')} noble main",
-        ),
-        (
-            DEBIAN,
-            f"deb {DEBIAN.replace('http', 'https')} sid main",
-            f"deb {DEBIAN.replace('http', 'https')} sid main",
-        ),
-        (UBUNTU, "deb http://deb.debian.org/debian bookworm main", None),
-        ("yesterday", "deb http://deb.debian.org/debian bookworm main", None),
-        ("", "deb http://deb.debian.org/debian bookworm main", "deb http://deb.debian.org/debian bookworm main"),
+        (UBUNTU, TWO_SCHEMES, TWO_SCHEMES),
+        (DEBIAN, BY_HTTPS, BY_HTTPS),
+        (UBUNTU, TODAYS, None),
+        ("yesterday", TODAYS, None),
+        ("", TODAYS, TODAYS),
     ],
     ids=["list", "security", "old security", "ubuntu", "slash", "https", "other", "none", "unset"],
 )
@@ -321,13 +312,13 @@ def test_by_hand_records_go_where_the_container_may_write():
         assert service["pull_policy"] == "never"
 
 
-def job(folder, **own):
-    """Return the job of a run in a folder."""
-    return compose.Job(folder / "mine", folder / "data", [], **own)
+def spec(folder, **own):
+    """Return what containers get for a run in a folder."""
+    return compose.ContainerSpec(folder / "mine", folder / "data", [], **own)
 
 
 def test_more_nodes_and_their_gpus(tmp_path):
-    services = compose.compose_override(3, [["0", "1"], ["2", "3"], ["4", "5"]], job(tmp_path))["services"]
+    services = compose.compose_override(3, [["0", "1"], ["2", "3"], ["4", "5"]], spec(tmp_path))["services"]
     for node, gpus in (("node0", ["0", "1"]), ("node1", ["2", "3"]), ("node2", ["4", "5"])):
         [device] = services[node]["deploy"]["resources"]["reservations"]["devices"]
         assert device == {"driver": "nvidia", "device_ids": gpus, "capabilities": ["gpu"]}
@@ -336,7 +327,7 @@ def test_more_nodes_and_their_gpus(tmp_path):
     assert services["node2"]["environment"] == {"NODE_RANK": "2"}
     assert services["node2"]["hostname"] == "node2"
     assert "extends" not in services["node0"]
-    assert "deploy" not in compose.compose_override(1, [[]], job(tmp_path))["services"]["node0"]
+    assert "deploy" not in compose.compose_override(1, [[]], spec(tmp_path))["services"]["node0"]
 
 
 def test_a_script_has_its_own_path_in_the_containers(tmp_path, monkeypatch):
@@ -345,7 +336,7 @@ def test_a_script_has_its_own_path_in_the_containers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SCRIPT", "code/train.py")
     monkeypatch.setenv("RUNS_DIR", "mine")
-    own = compose.script_job("", ["--lr", "1"])
+    own = compose.script_spec("", ["--lr", "1"])
     assert (own.run, own.options) == (tmp_path / "mine/train-001", ["--lr", "1"])
     paths = {"SCRIPT": f"{tmp_path}/code/train.py", "WORKDIR": str(tmp_path), "RUN_DIR": "/runs/train-001"}
     services = compose.compose_override(3, [[], [], []], own)["services"]
@@ -358,12 +349,12 @@ def test_a_script_has_its_own_path_in_the_containers(tmp_path, monkeypatch):
 
 def test_modules_of_the_callers_own_are_seen_in_the_containers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    own = compose.recipe_job("ddp", ["--model", "vit-tiny", "--data=digits", "--epochs", "2"])
+    own = compose.recipe_spec("ddp", ["--model", "vit-tiny", "--data=digits", "--epochs", "2"])
     assert (own.environment, own.volumes) == ({}, [])
     (tmp_path / "mine.yaml").write_text("model: mine:net\n")
     given = (["--epochs", "2", "--model", "mine:net"], ["--data=mine:points"], ["--task", "mine:Fit"])
     for options in (*given, ["--config", "mine.yaml"]):
-        own = compose.recipe_job("ddp", options)
+        own = compose.recipe_spec("ddp", options)
         assert own.environment == {"PYTHONPATH": "/code"}
         [volume] = own.volumes
         assert volume == {"type": "bind", "source": str(tmp_path), "target": "/code", "read_only": True}
@@ -373,10 +364,10 @@ def test_folders_of_the_caller_become_those_of_the_container(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine/ddp-001").mkdir(parents=True)
     options = ["--runs-dir", "mine", "--epochs", "3", "--data-dir=/mnt/images"]
-    own = compose.recipe_job("ddp", options)
+    own = compose.recipe_spec("ddp", options)
     assert own.options == [*options, "--name", "ddp-002", "--runs-dir", "/runs", "--data-dir", "/data"]
     assert (own.run, own.data) == (tmp_path / "mine/ddp-002", Path("/mnt/images"))
-    assert compose.recipe_job("probe", ["--device", "cpu"]).options == ["--device", "cpu"]
+    assert compose.recipe_spec("probe", ["--device", "cpu"]).options == ["--device", "cpu"]
 
 
 def test_a_cache_is_a_folder_of_this_machine(tmp_path, monkeypatch):
@@ -384,11 +375,11 @@ def test_a_cache_is_a_folder_of_this_machine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = ["--data-dir", "https://host/x", "--cache-dir", "kept", "--data", "shards"]
     volume = {"type": "bind", "source": str(tmp_path / "kept"), "target": "/cache"}
-    own = compose.recipe_job("ddp", options)
+    own = compose.recipe_spec("ddp", options)
     kept = [*options, "--name", "ddp-001", "--runs-dir", "/runs"]
     assert own.options == [*kept, "--data-dir", "https://host/x", "--cache-dir", "/cache"]
     assert (own.cache, own.volumes) == (tmp_path / "kept", [volume])
-    own = compose.recipe_job("ddp", [*options, "--model", "mine:net"])
+    own = compose.recipe_spec("ddp", [*options, "--model", "mine:net"])
     assert [volume["target"] for volume in own.volumes] == ["/cache", "/code"]
 
 
@@ -397,18 +388,18 @@ def test_folders_of_a_config_file_become_those_of_the_container_too(tmp_path, mo
     config = tmp_path / "mine.yaml"
     flags, remote = ["--config", "mine.yaml"], ["--data-dir", "https://host/x", "--cache-dir", "/cache"]
     config.write_text("data: shards\ndata_dir: https://host/x\ncache_dir: kept\n")
-    own = compose.recipe_job("ddp", flags)
+    own = compose.recipe_spec("ddp", flags)
     assert own.options == [*flags, "--name", "ddp-001", "--runs-dir", "/runs", *remote]
     assert (own.data, own.cache) == (tmp_path / "data", tmp_path / "kept")
     config.write_text("data_dir: images\nruns_dir: mine\nname: first\n")
-    own = compose.recipe_job("ddp", flags)
+    own = compose.recipe_spec("ddp", flags)
     assert own.options == [*flags, "--name", "first", "--runs-dir", "/runs", "--data-dir", "/data"]
     assert (own.data, own.run) == (tmp_path / "images", tmp_path / "mine/first")
     config.write_text("data: text\n")
-    assert compose.recipe_job("ddp", flags).options == [*flags, "--name", "ddp-002", "--runs-dir", "/runs"]
-    assert compose.recipe_job("ddp", [*flags, "--data", "digits"]).options[-2:] == ["--data-dir", "/data"]
+    assert compose.recipe_spec("ddp", flags).options == [*flags, "--name", "ddp-002", "--runs-dir", "/runs"]
+    assert compose.recipe_spec("ddp", [*flags, "--data", "digits"]).options[-2:] == ["--data-dir", "/data"]
     config.write_text("runs_dir: {}\ncache_dir: null\nname: true\ndata_dir: [a, b]\n")  # the recipe refuses these
-    own = compose.recipe_job("ddp", flags)
+    own = compose.recipe_spec("ddp", flags)
     assert (own.run, own.data, own.cache) == (tmp_path / "runs/ddp-004", tmp_path / "data", None)
 
 

@@ -24,11 +24,15 @@ NAMES = (*LIBRARIES, "SLURM_", "OMPI_", "FABRIC", "CPU_REQUEST", "NPROC_PER_NODE
 
 
 def source(fabric, sysfs="/nowhere", **env):
-    """Source fabric.sh; return its status, its line, and the variables that it leaves."""
+    """Source fabric.sh as launch.sh does; return its status, its line, and the variables that it leaves.
+
+    A variable that is None is not set.
+    """
     clean = {name: value for name, value in os.environ.items() if not name.startswith(NAMES)}
     clean |= {"PYTHON": sys.executable, "FABRIC": fabric, "SYSFS": str(sysfs), "DEVFS": f"{sysfs}/dev"}
     clean |= {"LD_LIBRARY_PATH": f"{sysfs}/lib", "PATH": f"{sysfs}/bin:{os.environ['PATH']}", **env}
-    command = ["bash", "-c", "source scripts/launch/fabric.sh && env --null >&2"]
+    clean = {name: value for name, value in clean.items() if value is not None}
+    command = ["bash", "-c", "set -euo pipefail; source scripts/launch/fabric.sh; env --null >&2"]
     result = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=30)
     found = dict(item.split("=", 1) for item in result.stderr.split("\0") if "=" in item)
     variables = {name: value for name, value in found.items() if name.startswith(LIBRARIES)}
@@ -152,21 +156,13 @@ def test_a_fabric_that_cannot_be_used_is_not_taken(tmp_path, fabric, fault):
 
 @pytest.mark.parametrize("has_library", [True, False])
 def test_a_library_is_looked_for_without_ld_library_path_too(tmp_path, has_library):
-    """scripts/launch.sh ends at a variable that is not set."""
     plug_in(tmp_path, "a", "InfiniBand")
     ldconfig = tmp_path / "bin/ldconfig"
     ldconfig.unlink()
     write_program(ldconfig, f"printf '\\t%s\\n' {'libibverbs.so.1' if has_library else 'libc.so.6'}")
-    env = {name: value for name, value in os.environ.items() if not name.startswith((*NAMES, "LD_LIBRARY_PATH"))}
-    env |= {"PYTHON": sys.executable, "FABRIC": "ib", "SYSFS": str(tmp_path), "DEVFS": f"{tmp_path}/dev"}
-    env["PATH"] = f"{tmp_path}/bin:{env['PATH']}"
-    command = ["bash", "-c", "set -euo pipefail; source scripts/launch/fabric.sh"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=30)
-    if has_library:
-        assert (done.returncode, done.stderr) == (0, "")
-    else:
-        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-        assert "FABRIC=ib cannot be used: a needs libibverbs1" in done.stderr
+    status, line, _ = source("ib", tmp_path, LD_LIBRARY_PATH=None)
+    assert (status, len(line.splitlines())) == (0 if has_library else 2, 1)
+    assert has_library is not ("FABRIC=ib cannot be used: a needs libibverbs1" in line)
 
 
 def test_the_next_fabric_is_taken_where_the_fastest_cannot_be_used(tmp_path):
@@ -314,20 +310,34 @@ def test_the_interface_is_that_of_the_address():
                 assert interface_to(address.address) == name
 
 
-def test_a_name_that_is_the_loopback_here_gives_an_interface_that_others_reach(monkeypatch):
-    # Debian's installer lets a host's own name resolve to 127.0.1.1.
+@pytest.fixture
+def named_as_a_loopback(monkeypatch):
+    """Let every name resolve to 127.0.1.1, as a host's own name does after Debian's installer."""
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: [(2, 2, 17, "", ("127.0.1.1", 9))])
+
+
+@pytest.fixture
+def have(monkeypatch):
+    """Return a function that gives this machine other interfaces, all of which are up."""
+
+    def change(found):
+        monkeypatch.setattr(interface, "interface_addresses", lambda *families: found)
+        monkeypatch.setattr(psutil, "net_if_stats", lambda: dict.fromkeys(found, Mock(isup=True)))
+
+    return change
+
+
+@pytest.mark.usefixtures("named_as_a_loopback")
+def test_a_name_that_is_the_loopback_here_gives_an_interface_that_others_reach():
     ups = [name for name, state in psutil.net_if_stats().items() if state.isup and name != "lo"]
     assert interface_to("node-a") in (ups or ["lo"])
     assert interface_to("localhost") == "lo"
 
 
-def test_a_name_that_is_ipv6s_loopback_here_gives_an_interface_that_others_reach(monkeypatch):
+def test_a_name_that_is_ipv6s_loopback_here_gives_an_interface_that_others_reach(monkeypatch, have):
     monkeypatch.setattr(interface, "resolve", lambda *_: (socket.AF_INET6, ("::1", 9)))
     monkeypatch.setattr(interface, "local_end", lambda *_: "::1")
-    found = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.1", "fe80::1"]}
-    monkeypatch.setattr(interface, "interface_addresses", lambda *families: found)
-    monkeypatch.setattr(psutil, "net_if_stats", lambda: dict.fromkeys(found, Mock(isup=True)))
+    have({"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.1", "fe80::1"]})
     assert interface_to("node-a") == "eth0"
     assert [interface_to(host) for host in ("localhost", "::1")] == ["lo", "lo"]
 
@@ -341,13 +351,11 @@ def test_a_name_that_is_ipv6s_loopback_here_gives_an_interface_that_others_reach
     ],
     ids=["default route", "no default route", "default route elsewhere"],
 )
+@pytest.mark.usefixtures("named_as_a_loopback")
 def test_an_interface_of_the_default_route_or_one_that_is_not_virtual_is_preferred(
-    monkeypatch, tmp_path, route, expected
+    monkeypatch, tmp_path, have, route, expected
 ):
-    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: [(2, 2, 17, "", ("127.0.1.1", 9))])
-    found = {"docker0": ["172.17.0.1"], "eth0": ["10.0.0.1"], "eth1": ["10.1.0.1"]}
-    monkeypatch.setattr(interface, "interface_addresses", lambda *families: found)
-    monkeypatch.setattr(psutil, "net_if_stats", lambda: dict.fromkeys(found, Mock(isup=True)))
+    have({"docker0": ["172.17.0.1"], "eth0": ["10.0.0.1"], "eth1": ["10.1.0.1"]})
     (tmp_path / "route").write_text(f"Iface\tDestination\tGateway\tFlags\n{route}")
     monkeypatch.setattr(interface, "ROUTES", tmp_path / "route", raising=False)
     assert interface_to("node-a") == expected
@@ -358,12 +366,10 @@ def test_no_such_host():
         interface_to("no-such-host.invalid")
 
 
-def test_an_interface_without_an_address_is_no_way_to_others(monkeypatch):
+@pytest.mark.usefixtures("named_as_a_loopback")
+def test_an_interface_without_an_address_is_no_way_to_others(have):
     """The links of a bond or of InfiniBand are up, but have no address."""
-    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: [(2, 2, 17, "", ("127.0.1.1", 9))])
-    found = {"lo": ["127.0.0.1"], "slave0": [], "bond0": ["10.0.0.1"]}
-    monkeypatch.setattr(interface, "interface_addresses", lambda *families: found)
-    monkeypatch.setattr(psutil, "net_if_stats", lambda: dict.fromkeys(found, Mock(isup=True)))
+    have({"lo": ["127.0.0.1"], "slave0": [], "bond0": ["10.0.0.1"]})
     assert interface_to("node-a") == "bond0"
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from recipes.common.errors import UserError, as_user_error
-from recipes.common.process.node import Node, check_head, how_ended, wait_for_head
+from recipes.common.process.node import Failure, Node, check_head, how_ended, wait_for_head
 from recipes.common.process.rendezvous_errors import MissingNodeError, PortTakenError
 from scripts.launch import agent, local, rank_processes, script
 from tests import support
@@ -246,8 +246,8 @@ class TestNode:
     ],
 )
 def test_the_status_that_tells_most(capsys, statuses, expected, words):
-    ended = {int(rank[1:]): status for rank, status in statuses.items()}
-    assert rank_processes.node_status(ended, dict.fromkeys(ended, 77)) == expected
+    failures = {int(rank[1:]): Failure(status, 77) for rank, status in statuses.items()}
+    assert rank_processes.node_status(failures) == expected
     error = capsys.readouterr().err
     if words is None:
         assert error == ""

@@ -20,10 +20,11 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, dynamic_rendezvous
 
 from recipes.common.errors import UserError
-from recipes.common.process.node import Node
+from recipes.common.process.node import Failure, Node
 from recipes.common.process.rendezvous_errors import PortTakenError
 from scripts.launch import elastic, local, rank_processes, rejoin, torch_agent
 from scripts.launch.command import NOT_ELASTIC
+from scripts.launch.echo import listen
 from scripts.launch.local import free_port
 from tests.support import ROOT, run_command, wait_until
 
@@ -34,7 +35,7 @@ BEAT_S = 0.1
 def test_a_store_on_all_addresses_answers_by_ipv4_and_ipv6(address):
     if ":" in address and not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6; boot it without ipv6.disable=1")
-    with elastic.listen("", 0) as listener:
+    with listen("", 0) as listener:
         socket.create_connection((address, listener.getsockname()[1]), timeout=10).close()
 
 
@@ -49,7 +50,7 @@ def test_the_store_of_nodes_on_this_machine_is_out_of_others_reach():
     del served
 
 
-@pytest.mark.parametrize(("address", "place"), [("127.0.0.1", ["127.0.0.1"]), ("node-a", [])])
+@pytest.mark.parametrize(("address", "place"), [("127.0.0.1", "127.0.0.1"), ("node-a", "")])
 def test_so_is_that_of_an_elastic_job_on_this_machine(monkeypatch, address, place):
     for name in ("RDZV_ENDPOINT", "NODE_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -57,7 +58,7 @@ def test_so_is_that_of_an_elastic_job_on_this_machine(monkeypatch, address, plac
     monkeypatch.setenv("MASTER_ADDR", address)
     monkeypatch.setenv("MASTER_PORT", port)
     monkeypatch.setattr(rejoin, "start_process", lambda command, environment: command)
-    assert rejoin.start_store(None)[1:] == ["-m", "scripts.launch.elastic", port, *place]
+    assert rejoin.start_store(None)[1:] == ["-m", "scripts.launch.elastic", port, place]
 
 
 @pytest.fixture
@@ -498,21 +499,25 @@ def test_a_stop_signal_while_the_nodes_meet(monkeypatch, has_run, has_saved, sta
     assert (one.has_run, one.handler.has_saved) == (True, False), "from now on there is something to lose"
 
 
+UNSAVED = (
+    "error: stopped by SIGUSR1 while no ranks ran: this node's ranks had ended without a checkpoint; "
+    "to resume: the same command with --resume auto\n"
+)
+
+
 @pytest.mark.parametrize(
-    ("has_run", "has_ended_well", "status", "said"),
+    ("has_run", "has_returned", "announce_stop", "status", "said"),
     [
-        (True, True, 0, ""),
-        (False, False, 0, "stopped by SIGUSR1 before any process had started\n"),
-        (
-            True,
-            False,
-            1,
-            "error: stopped by SIGUSR1 while no ranks ran: this node's ranks had ended without a checkpoint; ",
-        ),
+        (True, "", lambda: True, 0, ""),
+        (False, "", lambda: False, 0, "stopped by SIGUSR1 before any process had started\n"),
+        (True, "", lambda: False, 1, UNSAVED),
+        # The ranks were killed with an earlier agent. This one has not met the others yet, or is meeting them.
+        (False, "1", None, 1, UNSAVED),
+        (False, "1", lambda: False, 1, UNSAVED),
     ],
 )
 def test_a_stop_signal_ends_a_node_whose_ranks_have_ended(
-    monkeypatch, tmp_path, capfd, has_run, has_ended_well, status, said
+    monkeypatch, tmp_path, capfd, has_run, has_returned, announce_stop, status, said
 ):
     """The status is 0 only if they have finished, or have written a checkpoint for a node that joins."""
     logs = tmp_path / "logs"
@@ -520,13 +525,14 @@ def test_a_stop_signal_ends_a_node_whose_ranks_have_ended(
     monkeypatch.setattr(elastic.psutil.Process, "children", lambda self: [])
     monkeypatch.setattr(signal, "sigwait", lambda signals: signal.SIGUSR1)
     monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(rank_processes, "STATUS_WAIT_S", 0)
     monkeypatch.setattr(rank_processes, "STOPPED_BY", set())
-    monkeypatch.setattr(rank_processes, "announce_stop", lambda: has_ended_well)
+    monkeypatch.setattr(rank_processes, "announce_stop", announce_stop)
+    monkeypatch.setenv(rank_processes.HAS_RETURNED, has_returned)
     with pytest.raises(SystemExit) as caught:
         rank_processes.pass_signals_on(str(logs))
     assert caught.value.code == status
-    output = "".join(capfd.readouterr())
-    assert output == said + ("to resume: the same command with --resume auto\n" if status else "")
+    assert "".join(capfd.readouterr()) == said
 
 
 def test_a_stop_signal_between_rounds_learns_how_the_ranks_have_ended(nodes, monkeypatch):
@@ -545,23 +551,6 @@ def test_a_stop_signal_between_rounds_learns_how_the_ranks_have_ended(nodes, mon
     assert b.announce_stop()
     join(a, b)
     assert b.announce_stop(), "until its ranks run again"
-
-
-def test_a_stop_signal_ends_an_agent_that_has_returned(monkeypatch, tmp_path, capfd):
-    """The earlier agent's ranks were killed with it. This agent has not met the others yet, or is meeting them."""
-    monkeypatch.setattr(elastic.psutil.Process, "children", lambda self: [])
-    monkeypatch.setattr(signal, "sigwait", lambda signals: signal.SIGTERM)
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    monkeypatch.setattr(rank_processes, "STATUS_WAIT_S", 0)
-    monkeypatch.setenv(rank_processes.HAS_RETURNED, "1")
-    for announce_stop in (None, lambda: False):
-        monkeypatch.setattr(rank_processes, "STOPPED_BY", set())
-        monkeypatch.setattr(rank_processes, "announce_stop", announce_stop)
-        (tmp_path / "logs").mkdir()
-        with pytest.raises(SystemExit) as caught:
-            rank_processes.pass_signals_on(str(tmp_path / "logs"))
-        assert caught.value.code == 1
-        assert capfd.readouterr().err.startswith("error: stopped by SIGTERM while no ranks ran: ")
 
 
 @pytest.mark.parametrize(("lost", "bound_s"), [(False, 0.5), (True, 60)])
@@ -608,20 +597,18 @@ def test_no_end_of_a_rank_is_taken_for_that_of_its_agent(monkeypatch, ended, sta
     handler.watch_store = lambda give_up: None
     handler.notes.compare_set = lambda key, expected, wanted: wanted.encode()
 
-    class Agent:
-        failures = {0: ended}, {0: 7}
+    def run():
+        if is_closed:
+            raise RendezvousClosedError  # the ranks of another node have finished
+        return failed(r0=ended)
 
-        def run(self):
-            if is_closed:
-                raise RendezvousClosedError  # the ranks of another node have finished
-            return failed(r0=ended)
-
+    agent = SimpleNamespace(failures={0: Failure(ended, 7)}, run=run)
     monkeypatch.setattr(elastic, "install", lambda: None)
     monkeypatch.setattr(rank_processes, "announce_stop", None)
     monkeypatch.setattr(elastic, "wait_for_head", lambda node, endpoint: "127.0.0.1")
     monkeypatch.setattr(elastic, "create_handler", lambda *_: handler)
     monkeypatch.setattr(elastic, "worker_spec", lambda *_, **__: None)
-    monkeypatch.setattr(elastic, "Agent", lambda *_: Agent())
+    monkeypatch.setattr(elastic, "Agent", lambda *_: agent)
     node = Node(2, 0, nproc_per_node=1, master_addr="n1", master_port=7, rdzv_timeout_s=3)
     assert elastic.run(node, "ddp", [], "logs") == status
 

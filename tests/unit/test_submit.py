@@ -200,25 +200,20 @@ def test_right_after_make_slurm_up_it_says_what_to_source(tmp_path, monkeypatch,
     monkeypatch.setenv("SLURM_CLUSTER_DIR", str(state))
     for command in ("sbatch", "srun", "squeue", "scontrol"):
         commands(command, "echo 'error: Could not establish a configuration source' >&2; exit 1")
-    words = ["ddp", "--", "--runs-dir", str(tmp_path)]
-    expected = f"; for the cluster of make slurm-up: source {state}/activate\n"
-    assert submit.main(words) == 2
-    error = capsys.readouterr().err
-    assert error == f"error: no Slurm is configured on this machine{expected}"
+
+    def refusal(path):
+        monkeypatch.setenv("PATH", path)
+        assert submit.main(["ddp", "--", "--runs-dir", str(tmp_path)]) == 2
+        return capsys.readouterr().err
+
+    stand_ins, none = os.environ["PATH"], "error: no Slurm is configured on this machine"
+    fix = f"; for the cluster of make slurm-up: source {state}/activate\n"
+    assert refusal(stand_ins) == none + fix
     assert not list(tmp_path.glob("ddp-*")), "a refused job leaves no folder"
-    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    assert submit.main(words) == 2
-    assert capsys.readouterr().err == f"error: there is no sbatch in PATH{expected}"
-    monkeypatch.setenv("PATH", f"{state}/bin")
-    assert submit.main(words) == 2
-    assert capsys.readouterr().err.startswith("error: there is no sbatch in PATH; use --local")
+    assert refusal(str(tmp_path / "empty")) == f"error: there is no sbatch in PATH{fix}"
+    assert refusal(f"{state}/bin").startswith("error: there is no sbatch in PATH; use --local")
     (state / "activate").unlink()
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
-    assert submit.main(words) == 2
-    said = (
-        "error: no Slurm is configured on this machine; submit from a login node, or use --local (make: LOCAL=1)\n"
-    )
-    assert capsys.readouterr().err == said
+    assert refusal(stand_ins) == f"{none}; submit from a login node, or use --local (make: LOCAL=1)\n"
 
 
 def test_a_name_that_is_taken_is_refused_before_the_queue(tmp_path, capsys):

@@ -26,7 +26,7 @@ from recipes.common.world import world as world_module
 from recipes.common.world.agreement import run_on_all_ranks, shard
 from recipes.common.world.devices import choose_device, choose_devices
 from recipes.common.world.peers import Peers
-from recipes.common.world.places import Place, describe, shorten
+from recipes.common.world.places import Place, describe, place_of, shorten
 from recipes.common.world.world import MANY, NO_PICKLE, World, bounded, connect
 from recipes.horovod import train as horovod
 from scripts.launch.local import free_port
@@ -289,6 +289,24 @@ class TestShares:
 )
 def test_a_line_tells_where_ranks_are(places, lines):
     assert describe(places) == lines
+
+
+@pytest.mark.parametrize(
+    ("visible", "line"),
+    [
+        (["", ""], "ranks 0-3 on {host}: cuda:0,1,0,1 H200"),
+        (["0,1", "2, 3"], "ranks 0-3 on {host}: cuda:0-3 H200"),
+        (["GPU-a,GPU-b", "MIG-c"], "ranks 0-3 on {host}: cuda:0,1,0,1 H200"),
+    ],
+)
+def test_gpus_have_their_numbers_on_the_machine(monkeypatch, visible, line):
+    """Each node of `make run NODES=2` sees only its own GPUs, and calls the first one cuda:0."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H200")
+    places = []
+    for listed in visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+        places += [place_of(torch.device("cuda", index)) for index in range(2)]
+    assert describe(places) == [line.format(host=socket.gethostname())]
 
 
 def test_a_thousand_nodes_are_told_in_eight_lines():

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from recipes.common.errors import UserError
 from recipes.common.options import read_number
@@ -36,11 +37,6 @@ class Node:
     master_addr: str
     master_port: int
     rdzv_timeout_s: int
-
-    @property
-    def bind_address(self) -> str:
-        """Where node 0 listens: on all addresses (""), but for nodes of one machine (make run) on the loopback."""
-        return self.master_addr if self.master_addr == "127.0.0.1" else ""
 
 
 def read_master(nnodes: int) -> tuple[str, int]:
@@ -105,7 +101,14 @@ def wait_for_head(node: Node, store: str = "") -> str:
             time.sleep(0.2)
 
 
-def status_of(statuses: dict[int, int], pids: dict[int, int], is_script: bool = False) -> int:
+class Failure(NamedTuple):
+    """How a failed process has ended: its exit status, or -n for signal n."""
+
+    status: int
+    pid: int
+
+
+def status_of(failures: dict[int, Failure], is_script: bool = False) -> int:
     """Return a node's exit status from those of its failed ranks; print which rank is to blame unless they have.
 
     A UserError takes precedence, then a port that was taken, then a hang: each of them has printed its own line,
@@ -113,17 +116,17 @@ def status_of(statuses: dict[int, int], pids: dict[int, int], is_script: bool = 
     which mostly have lost the killed rank.
     """
     for spoken in (USAGE_STATUS, PortTakenError.status, HANG_STATUS):
-        if spoken in statuses.values():
+        if speakers := {rank: failure for rank, failure in failures.items() if failure.status == spoken}:
             if not is_script:
                 return spoken
-            statuses = {rank: status for rank, status in statuses.items() if status == spoken}
-    print(f"error: {cause_of(statuses, pids)}", file=sys.stderr, flush=True)
-    return shell_status(statuses[culprit_of(statuses)])
+            failures = speakers
+    print(f"error: {cause_of(failures)}", file=sys.stderr, flush=True)
+    return shell_status(failures[culprit_of(failures)].status)
 
 
-def culprit_of(statuses: dict[int, int]) -> int:
+def culprit_of(failures: dict[int, Failure]) -> int:
     """Return the failed rank to blame: the lowest one killed by a signal, or else the lowest one."""
-    return min(statuses, key=lambda rank: (statuses[rank] > 0, rank))
+    return min(failures, key=lambda rank: (failures[rank].status > 0, rank))
 
 
 def shell_status(status: int) -> int:
@@ -139,9 +142,9 @@ def how_ended(status: int) -> str:
     return f"was killed by {signal.Signals(-status).name if is_named else f'signal {-status}'}"
 
 
-def cause_of(statuses: dict[int, int], pids: dict[int, int]) -> str:
+def cause_of(failures: dict[int, Failure]) -> str:
     """Return which of a node's failed ranks is to blame, and how it ended."""
-    rank = culprit_of(statuses)
-    status = statuses[rank]
+    rank = culprit_of(failures)
+    status, pid = failures[rank]
     hint = "" if status < 0 else "; its own error is above"
-    return f"rank {rank} (pid {pids[rank]} on {socket.gethostname()}) {how_ended(status)}{hint}"
+    return f"rank {rank} (pid {pid} on {socket.gethostname()}) {how_ended(status)}{hint}"

@@ -44,3 +44,11 @@ def read_ranks(recipe: str) -> Ranks:
             f"LOCAL_WORLD_SIZE {ranks.local_world_size}: ranks count from 0 and stay below the size"
         )
     return ranks
+
+
+def bind_address(master_addr: str) -> str:
+    """Return where to listen for ranks of this job: on all addresses (""), or on the loopback if they meet there.
+
+    Those that meet at 127.0.0.1 are all on this machine: nothing listens for others.
+    """
+    return master_addr if master_addr == "127.0.0.1" else ""

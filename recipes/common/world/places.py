@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ MOST_LINES = 8
 
 @dataclass(frozen=True)
 class Place:
-    """The host of a rank, its device's name and number (None for a CPU), and the network that NCCL uses."""
+    """The host of a rank, its device's name and number there (None for a CPU), and the network that NCCL uses."""
 
     host: str
     device: str
@@ -27,9 +28,18 @@ def place_of(device: torch.device) -> Place:
     """Return the place of this process, which works on the device."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-        return Place(socket.gethostname(), torch.cuda.get_device_name(index), index)
+        return Place(socket.gethostname(), torch.cuda.get_device_name(index), number_on_host(index))
     threads = torch.get_num_threads()
     return Place(socket.gethostname(), f"CPU, {threads} thread{'s' if threads > 1 else ''} a process")
+
+
+def number_on_host(index: int) -> int:
+    """Return a GPU's number in CUDA_VISIBLE_DEVICES, if that lists numbers: CUDA counts the listed GPUs from 0.
+
+    Nodes of one machine see different ones, each from cuda:0.
+    """
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return int(listed[index]) if index < len(listed) and listed[index].strip().isdecimal() else index
 
 
 def describe(places: Sequence[Place]) -> list[str]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from recipes.common.errors import UserError
 from recipes.common.nonfinite import NonFiniteError
 from recipes.common.options import Options
-from recipes.common.process.ranks import Ranks
+from recipes.common.process.ranks import Ranks, bind_address
 from recipes.common.watch.timeouts import group_timeout, time_limit, wait_timeout
 from recipes.common.watch.watch import Watch
 from recipes.common.world.devices import agree_on_device, choose_device
@@ -213,7 +213,7 @@ def connect(
 def serve_on_loopback(rank: int) -> dist.Store | None:
     """If this rank hosts the store at 127.0.0.1, listen there alone: torch itself listens on all addresses."""
     place = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT") or 0)
-    if rank or place[0] != "127.0.0.1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if rank or not bind_address(place[0]) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
     try:
         listener = socket.create_server(place)
