@@ -94,18 +94,18 @@ def probe(do_step: Callable[[], list[float]]) -> dict[str, float]:
     while time.perf_counter() < end or len(seconds) < 3:
         seconds.append(do_step())
     means = mean_over_ranks([fmean(values) for values in zip(*seconds, strict=True)])
-    figures = dict(zip(("forward_s", "backward_s", "optimizer_s"), means, strict=True))
+    probed = dict(zip(("forward_s", "backward_s", "optimizer_s"), means, strict=True))
     if dist.get_world_size() > 1:
         for times in (2, 20):  # the first two calls are the warm-up
             begin = time.perf_counter()
             for _ in range(times):
                 dist.all_reduce(torch.zeros(1))
-            figures["small_s"] = (time.perf_counter() - begin) / times
+            probed["small_s"] = (time.perf_counter() - begin) / times
         bucket = torch.zeros(BUCKET_BYTES // 4)
-        figures["bucket_s"], _ = time_buckets(bucket, 6, lambda: None)
-        number = min(60, max(4, round(COMPUTE_S / figures["bucket_s"])))
-        figures["busy_bucket_s"], figures["busy_step_s"] = time_buckets(bucket, number, do_step)
-    return figures
+        probed["bucket_s"] = time_buckets(bucket, 6)
+        number = min(60, max(4, round(COMPUTE_S / probed["bucket_s"])))
+        probed["busy_bucket_s"], probed["busy_step_s"] = time_busy_buckets(bucket, number, do_step)
+    return probed
 
 
 def mean_over_ranks(values: list[float]) -> list[float]:
@@ -115,11 +115,23 @@ def mean_over_ranks(values: list[float]) -> list[float]:
     return (found / dist.get_world_size()).tolist()
 
 
-def time_buckets(bucket: torch.Tensor, number: int, compute: Callable[[], object]) -> list[float]:
-    """Return the mean times of an all-reduce and of a call of compute meanwhile; call it on all ranks.
+def time_buckets(bucket: torch.Tensor, number: int) -> float:
+    """Return the mean time of an all-reduce of a bucket; call it on all ranks.
 
     All `number` all-reduces are begun at once, as with DDP's buckets; the backend runs one or two at a time. The
-    last call of compute goes on alone, and counts by the share of its time before they ended.
+    ranks sleep until the end: asking for it would take time of the cores that move the bytes.
+    """
+    dist.barrier()
+    begin = time.perf_counter()
+    for work in [dist.all_reduce(bucket, async_op=True) for _ in range(number)]:
+        work.wait()
+    return mean_over_ranks([(time.perf_counter() - begin) / number])[0]
+
+
+def time_busy_buckets(bucket: torch.Tensor, number: int, compute: Callable[[], object]) -> list[float]:
+    """Return the mean times of such an all-reduce and of a call of compute meanwhile; call it on all ranks.
+
+    The last call of compute goes on alone, and counts by the share of its time before the all-reduces ended.
     """
     dist.barrier()
     marks: list[float] = [time.perf_counter()]
@@ -129,8 +141,6 @@ def time_buckets(bucket: torch.Tensor, number: int, compute: Callable[[], object
     while not ends:
         compute()
         marks.append(time.perf_counter())
-        if marks[-1] - marks[-2] < 1e-4:
-            time.sleep(1e-4)  # nothing to compute
     for work in works:
         work.wait()
     calls = sum((min(after, ends[0]) - before) / (after - before) for before, after in itertools.pairwise(marks))
