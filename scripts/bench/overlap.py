@@ -47,7 +47,7 @@ from scripts.bench.figures import Figure, Rounds, ratio, take_turns
 from scripts.bench.programs import TIMEOUT_S
 from scripts.lab.network import Network
 
-NODES, RATE = 2, "1gbit"
+NODES, RATE_MBIT = 2, 1000
 STEPS = 4
 """Steps per measurement: the number of batches in an epoch."""
 
@@ -190,7 +190,7 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
     """Measure each precision in two new processes."""
     net, found, result = Network(NODES), [], folder / "rounds.json"
     for node in range(NODES):
-        net.narrow(node, RATE, burst="256kb")
+        net.narrow(node, RATE_MBIT)
     for precision in PRECISIONS:
         words = [precision, str(rounds), str(result)]
         net.run_ranks([sys.executable, "-m", "scripts.bench.overlap", *words], NODES, 1, TIMEOUT_S)

@@ -169,7 +169,7 @@ def predict(probed: dict[str, float], gradients: Sequence[Gradient], nodes: int)
 def run_ranks(net: Network, nodes: int, mbit: int, folder: Path) -> None:
     """Run a rank on each node, on links of `mbit` Mbit/s (0: unlimited)."""
     rank = [sys.executable, "-m", "scripts.bench.plan", str(folder)]
-    with net.narrowed(nodes, f"{mbit}mbit") if mbit else contextlib.nullcontext():
+    with net.narrowed(nodes, mbit) if mbit else contextlib.nullcontext():
         net.run_ranks(rank, nodes, max(1, count_cores() // nodes), TIMEOUT_S)
 
 

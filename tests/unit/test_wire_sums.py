@@ -81,7 +81,7 @@ def test_the_steps_in_which_links_are_narrowed_count_for_neither(tmp_path, monke
         restore = staticmethod(lambda node: limited.remove(node))
 
         @staticmethod
-        def narrow(node, rate, burst):
+        def narrow(node, mbit):
             if not limited:
                 log({20: 7.0})
             limited.append(node)
