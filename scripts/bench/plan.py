@@ -178,37 +178,32 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
     options = train.options(recipe_words(1, folder))
     gradients = count_workload(options, kind_of(options)).gradients
     net = Network(max(NODES))
-    points = [(1, 0), *itertools.product(NODES[1:], MBIT)]
-    predicted: dict[tuple[int, int], list[Step]] = {point: [] for point in points}
-    real_s: dict[tuple[int, int], list[float]] = {point: [] for point in points}
+    steps: dict[tuple[int, int], list[tuple[Step, float]]]  # by nodes and rate: predicted, and real seconds
+    steps = {(1, 0): [], **{point: [] for point in itertools.product(NODES[1:], MBIT)}}
     sent: list[float] = []
-    for _ in range(rounds):
-        for point in points:
-            nodes, mbit = point
-            run_ranks(net, nodes, mbit, folder)
-            plan = predict(json.loads((folder / "probe.json").read_text()), gradients, nodes)
-            result = json.loads((folder / "run" / "result.json").read_text())
-            predicted[point].append(plan)
-            real_s[point].append(nodes * LOCAL_BATCH / result["samples_per_s"])
-            if nodes > 1:
-                sent.append(result["sent_bytes_per_step"] * PACKET_SHARE / plan.sent_bytes_per_node)
-            figure = time_figure(point, predicted[point], real_s[point])
-            print(f"  {figure.name}: {figure.note}", flush=True)
+    for (nodes, mbit), found in [*steps.items()] * rounds:
+        run_ranks(net, nodes, mbit, folder)
+        plan = predict(json.loads((folder / "probe.json").read_text()), gradients, nodes)
+        result = json.loads((folder / "run" / "result.json").read_text())
+        found.append((plan, nodes * LOCAL_BATCH / result["samples_per_s"]))
+        if nodes > 1:
+            sent.append(result["sent_bytes_per_step"] * PACKET_SHARE / plan.sent_bytes_per_node)
+        figure = time_figure(nodes, mbit, found)
+        print(f"  {figure.name}: {figure.note}", flush=True)
     note, peer = "of all points; the votes on stopping are in it", "the real bytes"
     return [
-        *(time_figure(point, predicted[point], real_s[point]) for point in points),
+        *(time_figure(*point, found) for point, found in steps.items()),
         Figure("bytes sent over the plan's", *median_and_range(sent), "<= 1.02", peer, note, is_limit=True),
     ]
 
 
-def time_figure(point: tuple[int, int], predicted: Sequence[Step], real_s: Sequence[float]) -> Figure:
-    """Return a figure for the error of a point's step time: the larger of predicted and real over the smaller."""
-    nodes, mbit = point
-    ratios = [max(plan.step_s / s, s / plan.step_s) for plan, s in zip(predicted, real_s, strict=True)]
+def time_figure(nodes: int, mbit: int, steps: Sequence[tuple[Step, float]]) -> Figure:
+    """Return a figure for the error of a step's time: the larger of predicted and real over the smaller."""
+    ratios = [max(plan.step_s / s, s / plan.step_s) for plan, s in steps]
     name = f"predicted step time, {nodes} node{'s' * (nodes > 1)}" + f" at {mbit} Mbit/s" * bool(mbit)
-    plan_ms = 1e3 * median(plan.step_s for plan in predicted)
-    compute_ms = 1e3 * median(plan.compute_s for plan in predicted)
-    note = f"predicted {plan_ms:.0f} ms, of which {compute_ms:.0f} ms compute, real {1e3 * median(real_s):.0f} ms"
+    times = ((plan.step_s, plan.compute_s, s) for plan, s in steps)
+    plan_ms, compute_ms, real_ms = (1e3 * median(values) for values in zip(*times, strict=True))
+    note = f"predicted {plan_ms:.0f} ms, of which {compute_ms:.0f} ms compute, real {real_ms:.0f} ms"
     note += "; the larger over the smaller"
     return Figure(name, *median_and_range(ratios), "<= 1.15", "the real step", note, is_limit=True)
 
