@@ -30,15 +30,12 @@ from recipes.common.process.entry import run_main
 from recipes.ddp import train
 from scripts.bench.figures import Figure, median_and_range
 from scripts.bench.programs import TIMEOUT_S
-from scripts.lab.network import Network
+from scripts.lab.network import PAYLOAD_SHARE, Network
 from scripts.launch.cores import count_cores
 from scripts.plan.cost_model import Cluster, Compute, Gradient, Link, Method, Step, step
 from scripts.plan.workload import count_workload, kind_of, timed_step
 
 NODES, MBIT = (1, 2, 4, 8), (100, 300, 1000)
-
-PACKET_SHARE = 1448 / 1514
-"""Payload per byte that a limited link counts: 1,448 of the 1,514 bytes of a full packet (MTU 1,500)."""
 
 MODEL = "squeezenet1_1"
 """1.2 M parameters in 26 layers of similar work: buckets become ready throughout backward."""
@@ -188,7 +185,7 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
         result = json.loads((folder / "run" / "result.json").read_text())
         found.append((plan, nodes * LOCAL_BATCH / result["samples_per_s"]))
         if nodes > 1:
-            sent.append(result["sent_bytes_per_step"] * PACKET_SHARE / plan.sent_bytes_per_node)
+            sent.append(result["sent_bytes_per_step"] * PAYLOAD_SHARE / plan.sent_bytes_per_node)
         figure = time_figure(nodes, mbit, found)
         print(f"  {figure.name}: {figure.note}", flush=True)
     note, peer = "of all points; the votes on stopping are in it", "the real bytes"

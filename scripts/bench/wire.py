@@ -30,16 +30,12 @@ from statistics import median
 from scripts.bench import programs
 from scripts.bench.figures import Figure, ratio, unmeasured
 from scripts.bench.programs import bare_step_ms, recipe_command
-from scripts.lab.network import Network
+from scripts.lab.network import PAYLOAD_SHARE, Network
 from scripts.launch.cores import count_cores
 from scripts.launch.runs import read_metrics
 from scripts.plan.cost_model import ring_bytes
 
 RATE_MBIT = 1000
-PACKET, DATA = 1514, 1448
-"""Bytes of a full packet on the link, and of the data in it. The link's speed counts packets, as tbf
-does; an interface's counters see what the kernel hands on, up to 64 kB with one header."""
-
 NODES = (2, 4)
 TIMED_NODES = 2
 RANK_BATCH = 2
@@ -108,7 +104,7 @@ class Measured:
 
     def time_figure(self) -> Figure:
         """Return a step's time over the least that its bytes on the link and its work allow."""
-        wire_s = ring_bytes(self.variant.bytes_per_parameter * PARAMETERS, self.nodes) * PACKET / DATA
+        wire_s = ring_bytes(self.variant.bytes_per_parameter * PARAMETERS, self.nodes) / PAYLOAD_SHARE
         wire_s *= 8 / (1e6 * RATE_MBIT)
         name = f"step at 1 Gbit/s, {self.variant.name}, {self.nodes} nodes"
         step_ms, free_ms = 1e3 * median(self.step_s), 1e3 * median(self.free_s)
