@@ -99,9 +99,9 @@ def probe(do_step: Callable[[], list[float]]) -> dict[str, float]:
                 dist.all_reduce(torch.zeros(1))
             probed["small_s"] = (time.perf_counter() - begin) / times
         bucket = torch.zeros(BUCKET_BYTES // 4)
-        for _ in range(2):  # the first is the warm-up: TCP raises its rate over some round trips
-            probed["bucket_s"] = time_buckets(bucket, 6)
-        number = min(60, max(4, round(COMPUTE_S / probed["bucket_s"])))
+        warm_up_s = time_buckets(bucket, 6)  # TCP raises its rate over some round trips
+        number = min(60, max(6, round(COMPUTE_S / warm_up_s)))
+        probed["bucket_s"] = time_buckets(bucket, number)
         probed["busy_bucket_s"], probed["busy_step_s"] = time_busy_buckets(bucket, number, do_step)
     return probed
 
