@@ -32,7 +32,7 @@ def main(folder, *ports):
     network.enter("tests.wire_ranks", [folder])
     net = network.Network(2)
     for node in range(2):  # packets queue up before the link, so the kernel sends large segments: few headers
-        net.narrow(node, "1gbit", burst="256kb")
+        net.narrow(node, 1000)
     ports = [str(free_port()) for _ in VARIANTS]
     net.run_ranks([sys.executable, "-m", "tests.wire_ranks", folder, *ports], nodes=2, threads=1, timeout_s=110)
 

@@ -26,9 +26,9 @@ import torch
 
 from recipes.common.errors import UserError
 from recipes.common.record.provenance import hardware
-from scripts.bench import namespaces
 from scripts.bench.claims import FIGURES, revision
 from scripts.bench.figures import PARTS, Figure, table
+from scripts.bench.namespaces import measure
 from scripts.bench.report import read_run
 from scripts.launch.command import CommandParser, check_names, command, count, make_folder, parse
 from scripts.launch.runs import measured_on
@@ -45,11 +45,6 @@ def facts() -> dict[str, Any]:
         "hardware": {**here, "cpu": here["cpu"] or here["machine"], "memory_gb": memory_gb},
         "versions": measured_on(*PEERS)["versions"],
     }
-
-
-def measure(part: str, rounds: int) -> list[Figure]:
-    """Measure one part, with a network for each node where the part needs them."""
-    return (namespaces.measure if part in namespaces.PARTS else namespaces.measure_here)(part, rounds)
 
 
 def read_output(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,11 +65,9 @@ def write(part: str, figures: Sequence[Figure], rounds: int, about: Mapping[str,
     old = read_output(path, about)
     rows = [row for row in old["figures"] if row["part"] != part] + [figure.as_dict() for figure in figures]
     measured = {"rounds": rounds, "revision": revision()}
-    facts = {
-        "parts": {**old["parts"], part: measured},
-        "figures": sorted(rows, key=lambda row: [*PARTS, row["part"]].index(row["part"])),
-    }
-    path.write_text(json.dumps({**old, **about, **facts}, indent=2) + "\n")
+    parts = {**old["parts"], part: measured}
+    rows.sort(key=lambda row: [*PARTS, row["part"]].index(row["part"]))
+    path.write_text(json.dumps({**old, **about, "parts": parts, "figures": rows}, indent=2) + "\n")
 
 
 @command

@@ -28,18 +28,20 @@ PARTS = ("overlap", "scaling", "wire", "plan")
 
 
 def measure_here(part: str, rounds: int) -> list[Figure]:
-    """Measure any part of make bench in this process and a temporary folder."""
+    """Measure a part of make bench in this process and a temporary folder."""
     module = importlib.import_module(f"scripts.bench.{part.replace('-', '_')}")
     with tempfile.TemporaryDirectory(prefix=f"bench-{part}-") as folder:
         return [replace(figure, part=part) for figure in module.measure(rounds, Path(folder))]
 
 
 def measure(part: str, rounds: int) -> list[Figure]:
-    """Measure one of PARTS in its own process; return an unmeasured figure if that is not possible here.
+    """Measure a part of make bench; one of PARTS in its own process, or as unmeasured if that is impossible here.
 
     Raises:
-        RuntimeError: it failed; the process has printed why.
+        RuntimeError: its process failed, and has printed why.
     """
+    if part not in PARTS:
+        return measure_here(part, rounds)
     if reason := network.why_not(narrow=True):
         return [replace(unmeasured("nodes with a network each", reason), part=part)]
     with tempfile.NamedTemporaryFile(suffix=".json") as result:

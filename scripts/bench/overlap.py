@@ -47,7 +47,7 @@ from scripts.bench.figures import Figure, Rounds, ratio, take_turns
 from scripts.bench.programs import TIMEOUT_S
 from scripts.lab.network import Network
 
-NODES, RATE = 2, "1gbit"
+NODES, RATE_MBIT = 2, 1000
 STEPS = 4
 """Steps per measurement: the number of batches in an epoch."""
 
@@ -147,9 +147,8 @@ def work_s() -> float:
 
 def run_rank(precision: str, number: int, result: Path) -> None:
     """Measure all batch sizes with one precision in `number` rounds; rank 0 writes its own times to `result`."""
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})  # also for threads that start later
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})  # also for threads that start later
     world = join_world(train.options(["--device", "cpu"]), read_ranks("ddp"))
     quick = Trainer(world, PROBE_BATCH, precision).measure(2)
     quickest = world.gather_objects([min(quick["compute"]) / PROBE_BATCH, min(quick["communication"])])
@@ -189,11 +188,10 @@ def figure(precision: str, share: float, batch: int, buckets: Sequence[int], rou
 def measure(rounds: int, folder: Path) -> list[Figure]:
     """Measure each precision in two new processes."""
     net, found, result = Network(NODES), [], folder / "rounds.json"
-    for node in range(NODES):
-        net.narrow(node, RATE, burst="256kb")
     for precision in PRECISIONS:
         words = [precision, str(rounds), str(result)]
-        net.run_ranks([sys.executable, "-m", "scripts.bench.overlap", *words], NODES, 1, TIMEOUT_S)
+        with net.narrowed(NODES, RATE_MBIT):
+            net.run_ranks([sys.executable, "-m", "scripts.bench.overlap", *words], NODES, 1, TIMEOUT_S)
         for row in json.loads(result.read_text()):
             found.append(figure(precision, **row))
             print(f"  {found[-1].name}: {found[-1].measured:.3f}; {found[-1].note}", flush=True)

@@ -30,15 +30,12 @@ from recipes.common.process.entry import run_main
 from recipes.ddp import train
 from scripts.bench.figures import Figure, median_and_range
 from scripts.bench.programs import TIMEOUT_S
-from scripts.lab.network import Network
+from scripts.lab.network import PAYLOAD_SHARE, Network
 from scripts.launch.cores import count_cores
 from scripts.plan.cost_model import Cluster, Compute, Gradient, Link, Method, Step, step
 from scripts.plan.workload import count_workload, kind_of, timed_step
 
 NODES, MBIT = (1, 2, 4, 8), (100, 300, 1000)
-
-PACKET_SHARE = 1448 / 1514
-"""Payload per byte that a limited link counts: 1,448 of the 1,514 bytes of a full packet (MTU 1,500)."""
 
 MODEL = "squeezenet1_1"
 """1.2 M parameters in 26 layers of similar work: buckets become ready throughout backward."""
@@ -94,18 +91,19 @@ def probe(do_step: Callable[[], list[float]]) -> dict[str, float]:
     while time.perf_counter() < end or len(seconds) < 3:
         seconds.append(do_step())
     means = mean_over_ranks([fmean(values) for values in zip(*seconds, strict=True)])
-    figures = dict(zip(("forward_s", "backward_s", "optimizer_s"), means, strict=True))
+    probed = dict(zip(("forward_s", "backward_s", "optimizer_s"), means, strict=True))
     if dist.get_world_size() > 1:
         for times in (2, 20):  # the first two calls are the warm-up
             begin = time.perf_counter()
             for _ in range(times):
                 dist.all_reduce(torch.zeros(1))
-            figures["small_s"] = (time.perf_counter() - begin) / times
+            probed["small_s"] = (time.perf_counter() - begin) / times
         bucket = torch.zeros(BUCKET_BYTES // 4)
-        figures["bucket_s"], _ = time_buckets(bucket, 6, lambda: None)
-        number = min(60, max(4, round(COMPUTE_S / figures["bucket_s"])))
-        figures["busy_bucket_s"], figures["busy_step_s"] = time_buckets(bucket, number, do_step)
-    return figures
+        warm_up_s = time_buckets(bucket, 6)  # TCP raises its rate over some round trips
+        number = min(60, max(6, round(COMPUTE_S / warm_up_s)))
+        probed["bucket_s"] = time_buckets(bucket, number)
+        probed["busy_bucket_s"], probed["busy_step_s"] = time_busy_buckets(bucket, number, do_step)
+    return probed
 
 
 def mean_over_ranks(values: list[float]) -> list[float]:
@@ -115,11 +113,23 @@ def mean_over_ranks(values: list[float]) -> list[float]:
     return (found / dist.get_world_size()).tolist()
 
 
-def time_buckets(bucket: torch.Tensor, number: int, compute: Callable[[], object]) -> list[float]:
-    """Return the mean times of an all-reduce and of a call of compute meanwhile; call it on all ranks.
+def time_buckets(bucket: torch.Tensor, number: int) -> float:
+    """Return the mean time of an all-reduce of a bucket; call it on all ranks.
 
     All `number` all-reduces are begun at once, as with DDP's buckets; the backend runs one or two at a time. The
-    last call of compute goes on alone, and counts by the share of its time before they ended.
+    ranks sleep until the end: asking for it would take time of the cores that move the bytes.
+    """
+    dist.barrier()
+    begin = time.perf_counter()
+    for work in [dist.all_reduce(bucket, async_op=True) for _ in range(number)]:
+        work.wait()
+    return mean_over_ranks([(time.perf_counter() - begin) / number])[0]
+
+
+def time_busy_buckets(bucket: torch.Tensor, number: int, compute: Callable[[], object]) -> list[float]:
+    """Return the mean times of such an all-reduce and of a call of compute meanwhile; call it on all ranks.
+
+    The last call of compute goes on alone, and counts by the share of its time before the all-reduces ended.
     """
     dist.barrier()
     marks: list[float] = [time.perf_counter()]
@@ -129,8 +139,6 @@ def time_buckets(bucket: torch.Tensor, number: int, compute: Callable[[], object
     while not ends:
         compute()
         marks.append(time.perf_counter())
-        if marks[-1] - marks[-2] < 1e-4:
-            time.sleep(1e-4)  # nothing to compute
     for work in works:
         work.wait()
     calls = sum((min(after, ends[0]) - before) / (after - before) for before, after in itertools.pairwise(marks))
@@ -159,7 +167,7 @@ def predict(probed: dict[str, float], gradients: Sequence[Gradient], nodes: int)
 def run_ranks(net: Network, nodes: int, mbit: int, folder: Path) -> None:
     """Run a rank on each node, on links of `mbit` Mbit/s (0: unlimited)."""
     rank = [sys.executable, "-m", "scripts.bench.plan", str(folder)]
-    with net.narrowed(nodes, f"{mbit}mbit") if mbit else contextlib.nullcontext():
+    with net.narrowed(nodes, mbit) if mbit else contextlib.nullcontext():
         net.run_ranks(rank, nodes, max(1, count_cores() // nodes), TIMEOUT_S)
 
 
@@ -168,37 +176,32 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
     options = train.options(recipe_words(1, folder))
     gradients = count_workload(options, kind_of(options)).gradients
     net = Network(max(NODES))
-    points = [(1, 0), *itertools.product(NODES[1:], MBIT)]
-    predicted: dict[tuple[int, int], list[Step]] = {point: [] for point in points}
-    real_s: dict[tuple[int, int], list[float]] = {point: [] for point in points}
+    steps: dict[tuple[int, int], list[tuple[Step, float]]]  # by nodes and rate: predicted, and real seconds
+    steps = {(1, 0): [], **{point: [] for point in itertools.product(NODES[1:], MBIT)}}
     sent: list[float] = []
-    for _ in range(rounds):
-        for point in points:
-            nodes, mbit = point
-            run_ranks(net, nodes, mbit, folder)
-            plan = predict(json.loads((folder / "probe.json").read_text()), gradients, nodes)
-            result = json.loads((folder / "run" / "result.json").read_text())
-            predicted[point].append(plan)
-            real_s[point].append(nodes * LOCAL_BATCH / result["samples_per_s"])
-            if nodes > 1:
-                sent.append(result["sent_bytes_per_step"] * PACKET_SHARE / plan.sent_bytes_per_node)
-            figure = time_figure(point, predicted[point], real_s[point])
-            print(f"  {figure.name}: {figure.note}", flush=True)
+    for (nodes, mbit), found in [*steps.items()] * rounds:
+        run_ranks(net, nodes, mbit, folder)
+        plan = predict(json.loads((folder / "probe.json").read_text()), gradients, nodes)
+        result = json.loads((folder / "run" / "result.json").read_text())
+        found.append((plan, nodes * LOCAL_BATCH / result["samples_per_s"]))
+        if nodes > 1:
+            sent.append(result["sent_bytes_per_step"] * PAYLOAD_SHARE / plan.sent_bytes_per_node)
+        figure = time_figure(nodes, mbit, found)
+        print(f"  {figure.name}: {figure.note}", flush=True)
     note, peer = "of all points; the votes on stopping are in it", "the real bytes"
     return [
-        *(time_figure(point, predicted[point], real_s[point]) for point in points),
+        *(time_figure(*point, found) for point, found in steps.items()),
         Figure("bytes sent over the plan's", *median_and_range(sent), "<= 1.02", peer, note, is_limit=True),
     ]
 
 
-def time_figure(point: tuple[int, int], predicted: Sequence[Step], real_s: Sequence[float]) -> Figure:
-    """Return a figure for the error of a point's step time: the larger of predicted and real over the smaller."""
-    nodes, mbit = point
-    ratios = [max(plan.step_s / s, s / plan.step_s) for plan, s in zip(predicted, real_s, strict=True)]
+def time_figure(nodes: int, mbit: int, steps: Sequence[tuple[Step, float]]) -> Figure:
+    """Return a figure for the error of a step's time: the larger of predicted and real over the smaller."""
+    ratios = [max(plan.step_s / s, s / plan.step_s) for plan, s in steps]
     name = f"predicted step time, {nodes} node{'s' * (nodes > 1)}" + f" at {mbit} Mbit/s" * bool(mbit)
-    plan_ms = 1e3 * median(plan.step_s for plan in predicted)
-    compute_ms = 1e3 * median(plan.compute_s for plan in predicted)
-    note = f"predicted {plan_ms:.0f} ms, of which {compute_ms:.0f} ms compute, real {1e3 * median(real_s):.0f} ms"
+    times = ((plan.step_s, plan.compute_s, s) for plan, s in steps)
+    plan_ms, compute_ms, real_ms = (1e3 * median(values) for values in zip(*times, strict=True))
+    note = f"predicted {plan_ms:.0f} ms, of which {compute_ms:.0f} ms compute, real {real_ms:.0f} ms"
     note += "; the larger over the smaller"
     return Figure(name, *median_and_range(ratios), "<= 1.15", "the real step", note, is_limit=True)
 

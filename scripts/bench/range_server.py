@@ -1,15 +1,10 @@
-"""A web server for the files of a folder and parts of them, with a delay and planted faults.
-
-python -m scripts.bench.range_server FOLDER DELAY_S
-"""
+"""A web server for the files of a folder and parts of them, with a delay and planted faults."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
-import sys
 import threading
 import time
 from collections import Counter
@@ -30,11 +25,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        """Send the file, or the counts at /counts."""
-        if self.path == "/counts":
-            self.answer(200, json.dumps((self.server.requests, self.server.most, self.server.busy_s)).encode())
-            self.server.most = 0
-            return
+        """Send the file, or the part that the request asks for, after the delay."""
         with self.server.count(self.path) as number:
             time.sleep(self.server.delay_s)
             if not (self.server.fault and self.server.fault(self, number)):
@@ -116,9 +107,3 @@ def serve(folder: Path, delay_s: float = 0.0, fault: Fault | None = None) -> Ite
         finally:
             server.shutdown()
             thread.join()
-
-
-if __name__ == "__main__":
-    with serve(Path(sys.argv[1]), float(sys.argv[2])) as (url, _):
-        print(url, flush=True)
-        sys.stdin.read()

@@ -1,18 +1,12 @@
 """Shards on a web server 50 ms away and on a local disk, beside the image folder; and how long opening many takes.
 
-The server is a process of this machine that waits 50 ms before each answer. One worker process reads and decodes.
+The server is a thread of this process that waits 50 ms before each answer. One worker process reads and decodes.
 All of them read from memory: the files have just been written.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import subprocess
-import sys
-import urllib.request
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,32 +18,13 @@ from recipes.common.data.shards import FIELDS, HALVES, INDEX, pack, write_index
 from scripts.bench.figures import Figure, median_and_range, speed_figure, take_turns
 from scripts.bench.jpeg import write_photos
 from scripts.bench.programs import contender
-from scripts.launch.command import ROOT
+from scripts.bench.range_server import serve
 
 DELAY_S = 0.05
 PHOTOS, COPIES = 256, 8
 BLOCKS = ("--shuffle-block", "8")
 MANY, MANY_VAL, SHARDS, SHARD_BYTES, IMAGE_BYTES = 1_281_167, 50_000, 141, 10**9, 100_000
 """ImageNet-1k's images, in shards as `make shards` writes them."""
-
-
-@contextlib.contextmanager
-def server(folder: Path) -> Iterator[str]:
-    """Serve a folder from a process of its own; yield its URL."""
-    command = [sys.executable, "-m", "scripts.bench.range_server", str(folder), str(DELAY_S)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin
-        assert process.stdout
-        try:
-            yield process.stdout.readline().strip()
-        finally:
-            process.stdin.close()
-
-
-def counts(url: str) -> tuple[int, int, float]:
-    """Return the server's requests so far, the most at once since the last call, and the seconds spent in them."""
-    with urllib.request.urlopen(f"{url}/counts", timeout=60) as answer:
-        return tuple(json.load(answer))
 
 
 def write_shards(folder: Path) -> Path:
@@ -87,7 +62,7 @@ def write_many(folder: Path) -> Path:
 def measure(rounds: int, folder: Path) -> list[Figure]:
     """Measure each contender in a process of its own."""
     shards, many = write_shards(folder), write_many(folder / "many")
-    with server(shards) as url, server(many) as many_url:
+    with serve(shards, DELAY_S) as (url, server), serve(many, DELAY_S) as (many_url, _):
         caches: list[Path] = []
 
         def speed(place: Any, *words: str, how: str = "read") -> float:
@@ -116,13 +91,11 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
         values = take_turns(contenders, rounds)
         in_flight = []
         for words in ((), BLOCKS):
-            before = counts(url)
+            server.requests, server.most, server.busy_s = 0, 0, 0.0
             spent = PHOTOS * COPIES / speed(url, *words)
-            after = counts(url)
-            note = f"{after[1]} at most; {after[0] - before[0]} requests"
+            note = f"{server.most} at most; {server.requests} requests"
             name = " ".join(("reads in flight without a cache, on average", *words))
-            mean = (after[2] - before[2]) / spent
-            in_flight.append(Figure(name, mean, note=note, no_limit="a count"))
+            in_flight.append(Figure(name, server.busy_s / spent, note=note, no_limit="a count"))
         opened = [contender("shards", ["open", "--data-dir", many_url], 2)["open_s"] for _ in range(rounds)]
     what, local = "images/s, server 50 ms away", "the same shards on a disk"
     packed = "the image folder that was packed"

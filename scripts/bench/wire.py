@@ -30,16 +30,12 @@ from statistics import median
 from scripts.bench import programs
 from scripts.bench.figures import Figure, ratio, unmeasured
 from scripts.bench.programs import bare_step_ms, recipe_command
-from scripts.lab.network import Network
+from scripts.lab.network import PAYLOAD_SHARE, Network
 from scripts.launch.cores import count_cores
 from scripts.launch.runs import read_metrics
 from scripts.plan.cost_model import ring_bytes
 
-RATE, RATE_BITS, BURST = "1gbit", 1e9, "256kb"
-PACKET, DATA = 1514, 1448
-"""Bytes of a full packet on the link, and of the data in it. The link's speed counts packets, as tbf
-does; an interface's counters see what the kernel hands on, up to 64 kB with one header."""
-
+RATE_MBIT = 1000
 NODES = (2, 4)
 TIMED_NODES = 2
 RANK_BATCH = 2
@@ -108,12 +104,12 @@ class Measured:
 
     def time_figure(self) -> Figure:
         """Return a step's time over the least that its bytes on the link and its work allow."""
-        wire_s = ring_bytes(self.variant.bytes_per_parameter * PARAMETERS, self.nodes) * PACKET / DATA
-        wire_s *= 8 / RATE_BITS
+        wire_s = ring_bytes(self.variant.bytes_per_parameter * PARAMETERS, self.nodes) / PAYLOAD_SHARE
+        wire_s *= 8 / (1e6 * RATE_MBIT)
         name = f"step at 1 Gbit/s, {self.variant.name}, {self.nodes} nodes"
         step_ms, free_ms = 1e3 * median(self.step_s), 1e3 * median(self.free_s)
         if not wire_s:
-            wire_ms = 1e3 * max(self.sent_bytes) * 8 / RATE_BITS
+            wire_ms = 1e3 * max(self.sent_bytes) * 8 / (1e6 * RATE_MBIT)
             note = f"seconds; {step_ms:.0f} ms a step, of which its bytes take {wire_ms:.0f} ms"
             return Figure(name, step_ms / 1e3, note=note, no_limit="its bytes take no time")
         note = (
@@ -172,7 +168,7 @@ def time_steps(variant: Variant, net: Network, nodes: int, folder: Path) -> tupl
     command = command_of(variant, net, nodes, last_free + NARROW, folder / "run")
     with ExitStack() as links, programs.running(command, lambda: last_free in speeds(), {}):
         free = [speed for step, speed in speeds().items() if step > variant.warm]
-        links.enter_context(net.narrowed(nodes, RATE, BURST))  # until the run has ended
+        links.enter_context(net.narrowed(nodes, RATE_MBIT))  # until the run has ended
         mixed = max(speeds()) + LOG_EVERY
     narrow = [speed for step, speed in speeds().items() if step > mixed]
     shutil.rmtree(folder / "run")
@@ -192,7 +188,7 @@ def time_bare(variant: Variant, net: Network, nodes: int) -> float:
     """Return the median seconds of a step of a bare loop with Horovod, on narrow links, as of the recipe's."""
     flags = ["--horovod", variant.options[-1], "--steps", str(NARROW)]
     options = [*workload(nodes), "--log-every", str(LOG_EVERY)]
-    with net.narrowed(nodes, RATE, BURST):
+    with net.narrowed(nodes, RATE_MBIT):
         return bare_step_ms(net, nodes, max(1, count_cores() // nodes), flags, options, "median_ms") / 1e3
 
 

@@ -144,7 +144,7 @@ def lose_packets(trial: Trial) -> str:
 def narrow(trial: Trial) -> str:
     """Slow down a node's link until the job has ended."""
     node = pick_link(trial)
-    trial.network.narrow(node, "50mbit")
+    trial.network.narrow(node, 50)
     return f"node {node}, 50 Mbit/s"
 
 

@@ -12,7 +12,6 @@ from scripts.bench.commbench import __main__ as command
 from scripts.bench.commbench import rank
 from scripts.bench.commbench.options import parse_sizes
 from scripts.bench.commbench.rows import COLUMNS, Row, bus_factor, link_speed
-from scripts.launch.command import table
 
 
 def test_sizes():
@@ -25,15 +24,10 @@ def test_sizes():
 def test_a_row_by_hand():
     """4 ranks exchange 64 MB in 0.4 s: 160 MB/s; an all-reduce sends 1.5 times its bytes through each link."""
     row = Row("gloo", "all-reduce", 64_000_000, 4, "cpu", 400_000, 5)
-    assert row.algorithm_gb_s == pytest.approx(0.16)
-    assert row.bus_gb_s == pytest.approx(0.24)
-    assert row.link_share(10) == pytest.approx(0.192)
-    assert row.link_share(None) is None
     assert (bus_factor("broadcast", 4), bus_factor("all-gather", 4), bus_factor("all-reduce", 2)) == (1, 0.75, 1)
     cells = [[one.cell(row.as_dict(gbit)) for one in COLUMNS] for gbit in (10, None)]
     assert cells[0] == ["gloo", "all-reduce", "64,000,000", "400,000.0", "0.160", "0.240", "19.2%"]
-    assert cells[1][-1] == "-"
-    assert table(COLUMNS, [row.as_dict(10)], left=2).splitlines()[-1].split("|")[3].strip() == "64,000,000"
+    assert cells[1] == [*cells[0][:-1], "-"]
 
 
 def test_an_interface_without_a_speed():

@@ -95,9 +95,6 @@ def test_a_missing_step_is_no_equal_curve(tmp_path):
     assert trial.largest_difference(whole, whole) == 0
     assert trial.largest_difference({1: 2.0, 2: 1.001}, whole) == pytest.approx(1e-3)
     assert trial.largest_difference({1: 2.0}, whole) == float("inf")
-
-
-def test_a_loss_of_0_is_compared_too():
     assert trial.largest_difference({1: 0.0}, {1: 0.0}) == 0
     assert trial.largest_difference({1: 0.5}, {1: 0.0}) == float("inf")
 

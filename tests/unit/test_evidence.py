@@ -77,10 +77,10 @@ def test_a_claim_is_whole_or_says_what_it_lacks(claim, fault):
     assert faults(claim) == ([fault] if fault else [])
 
 
-@pytest.mark.parametrize(("output", "differences"), [("x 5.7e-05", []), ("x 5.4e-05", ["6e-5: measured 5.4e-05"])])
-def test_a_figure_is_what_was_measured_rounded(output, differences, tmp_path):
+def test_a_figure_is_what_was_measured_rounded():
     claim = Claim("a", ("at most 6e-5",), command="true", finds={"6e-5": r"^x (\S+)$"})
-    assert claim.differences(output) == differences
+    assert claim.differences("x 5.7e-05") == []
+    assert claim.differences("x 5.4e-05") == ["6e-5: measured 5.4e-05"]
     assert claim.differences("y") == ["6e-5: not measured"]
 
 
@@ -283,11 +283,6 @@ def test_a_command_has_to_print_what_the_document_shows():
     assert evidence.judge_command(printing, 1, "epoch 1 loss 2.0")[0] is False
     finding = Claim("a", ("6 GB",), command="x", finds={"6": "([0-9.]+)G"})
     assert evidence.judge_command(finding, 0, "5.9G") == (True, "5.9")
-
-
-def test_a_command_has_a_bound_and_leaves_nothing_behind():
-    assert run_bounded(["bash", "-c", "sleep 60; true"], {}, 0.5) == (137, "took longer than 0.5 s")
-    assert run_bounded([sys.executable, "-c", "print(1)"], {}, 60) == (0, "1\n")
 
 
 def test_an_interrupted_command_ends_by_itself(tmp_path):

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 from recipes.common.data import load_data
 from recipes.common.models.models import build_model
 from recipes.single.train import options
-from scripts.bench import overlap, programs, wire
+from scripts.bench import overlap, plan, programs, wire
 from scripts.bench.wire import IMAGE_SIZE, MODEL, PARAMETERS, Measured, Variant
 from scripts.lab.network import Network
 from scripts.plan.cost_model import ring_bytes
@@ -79,7 +81,7 @@ def test_the_steps_in_which_links_are_narrowed_count_for_neither(tmp_path, monke
         restore = staticmethod(lambda node: limited.remove(node))
 
         @staticmethod
-        def narrow(node, rate, burst):
+        def narrow(node, mbit):
             if not limited:
                 log({20: 7.0})
             limited.append(node)
@@ -94,6 +96,27 @@ def test_the_steps_in_which_links_are_narrowed_count_for_neither(tmp_path, monke
     else:
         assert wire.time_steps(variant, Net(), 2, tmp_path) == (4 / 5, 4 / 10)
     assert (limited, path.exists()) == ([], False)
+
+
+def test_ranks_sleep_while_exchanges_are_measured_alone(monkeypatch):
+    """Ranks that look for the end again and again take time of the cores that move the bytes."""
+    looks = []
+
+    def all_reduce(tensor, async_op=False):
+        calls = []
+        ended = threading.Timer(0.02, lambda: [call(None) for call in calls])
+        ended.start()
+        tensor *= 2
+        return SimpleNamespace(wait=ended.join, get_future=lambda: SimpleNamespace(add_done_callback=calls.append))
+
+    ranks = SimpleNamespace(all_reduce=all_reduce, barrier=lambda: None, get_world_size=lambda: 2)
+    monkeypatch.setattr(plan, "dist", ranks)
+    monkeypatch.setattr(plan, "COMPUTE_S", 0.02)
+    monkeypatch.setattr(plan.time, "sleep", looks.append)
+    probed = plan.probe(lambda: [0.1, 0.2, 0.3])
+    assert looks == []
+    assert probed["bucket_s"] >= 0.02 / 6
+    assert 0 < probed["busy_step_s"] < 0.01
 
 
 def test_no_step_is_below_the_longer_of_two_sums():

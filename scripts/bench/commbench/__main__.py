@@ -101,7 +101,7 @@ def find_place(args: Namespace) -> Place:
         return Place(nodes, processes, gpus, LOOPBACK, args.link_gbit)
     net = network.Network(nodes)
     for number in range(nodes):
-        net.narrow(number, args.narrow, burst="256kb")
+        net.narrow(number, 1e3 * rate_gbit(args.narrow))
     return Place(nodes, processes, gpus, "eth0", args.link_gbit or rate_gbit(args.narrow), net)
 
 

@@ -23,24 +23,16 @@ class Row:
     latency_us: float  # median over the calls, of the slowest rank
     calls: int
 
-    @property
-    def algorithm_gb_s(self) -> float:
-        """Gigabytes of the result per second."""
-        return self.bytes / self.latency_us / 1e3
-
-    @property
-    def bus_gb_s(self) -> float:
-        """Gigabytes per second that an optimal algorithm would send through each rank's link at this speed."""
-        return self.algorithm_gb_s * bus_factor(self.op, self.ranks)
-
-    def link_share(self, link_gbit: float | None) -> float | None:
-        """Return the bus bandwidth as a share of the link's speed; None if that speed is unknown."""
-        return self.bus_gb_s * 8 / link_gbit if link_gbit else None
-
     def as_dict(self, link_gbit: float | None) -> dict[str, Any]:
-        """Return the row with its derived figures, as in the JSON file."""
-        derived = {"algorithm_gb_s": self.algorithm_gb_s, "bus_gb_s": self.bus_gb_s}
-        return {**asdict(self), **derived, "link_share": self.link_share(link_gbit)}
+        """Return the row with its bandwidths, as in the JSON file.
+
+        bus_gb_s is what an optimal algorithm would send through each rank's link at this speed, link_share that as
+        a share of the link's speed; None if that is unknown.
+        """
+        algorithm = self.bytes / self.latency_us / 1e3
+        bus = algorithm * bus_factor(self.op, self.ranks)
+        share = bus * 8 / link_gbit if link_gbit else None
+        return {**asdict(self), "algorithm_gb_s": algorithm, "bus_gb_s": bus, "link_share": share}
 
 
 COLUMNS = (
