@@ -82,7 +82,12 @@ share_cores() {
         needed=$(((NPROC_PER_NODE + tasks - 1) / tasks))
         refuse "a node gives this job $cores cores for $NPROC_PER_NODE ranks; sbatch --cpus-per-task=$needed, or NPROC_PER_NODE=$cores"
     fi
+    fill_sockets
 }
+
+# Let ranks that are tasks fill one socket after another, as GPUs do on most nodes: by default, Slurm binds task 1 to the second
+# socket, and task 2 to the first again.
+fill_sockets() { export SLURM_DISTRIBUTION=${SLURM_DISTRIBUTION:-block:block}; }
 
 # begin_job RECIPE OPTIONS...: set the environment of ranks, the folder for logs, and the arrays.
 begin_job() {
@@ -437,6 +442,7 @@ begin_submitted() {
     rm -f "$STATUS_FILE"
     touch "$started"
     trap : TERM # the ranks get it, too, and write a checkpoint
+    fill_sockets
     show_share submit
 }
 

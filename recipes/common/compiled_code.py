@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import stat
+import subprocess
+import sysconfig
 from pathlib import Path
 
 import torch
@@ -16,14 +19,30 @@ from recipes.common.errors import UserError
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise UserError as check_folder(), or if a CPU's model has no C++ compiler; most GPUs' models need none."""
+    """Raise UserError as check_folder(), or if there is no compiler: of C++ for a CPU, of C for a GPU."""
     check_folder()
-    try:
-        if device.type == "cpu":
+    host = socket.gethostname()
+    if device.type == "cpu":
+        try:
             get_cpp_compiler()
-    except InvalidCxxCompiler:
-        fix = "install g++, set CXX to a C++ compiler, or drop --compile"
-        raise UserError(f"--compile: {socket.gethostname()} has no C++ compiler; {fix}") from None
+        except InvalidCxxCompiler:
+            fix = "install g++, set CXX to a C++ compiler, or drop --compile"
+            raise UserError(f"--compile: {host} has no C++ compiler; {fix}") from None
+        return
+    # Triton compiles a Python extension, by which it starts kernels, with this compiler (triton/runtime/build.py).
+    if not (compiler := os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        fix = "install gcc, set CC to a C compiler, or drop --compile"
+        raise UserError(f"--compile: {host} has no C compiler; {fix}")
+    headers = sysconfig.get_path("include", "posix_prefix")
+    try:
+        command = [compiler, f"-I{headers}", "-fsyntax-only", "-x", "c", "-"]
+        done = subprocess.run(command, input=b"#include <Python.h>", capture_output=True, timeout=60)
+        is_complete = done.returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        is_complete = False
+    if not is_complete:
+        fix = "install Python's headers (python3-dev), set CC to another C compiler, or drop --compile"
+        raise UserError(f"--compile: on {host}, {compiler} does not compile Python.h; {fix}")
 
 
 def check_folder() -> None:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DataParallel
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
+from recipes.common.models.batchnorm import check_parts
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, parse
 from recipes.common.process.entry import run_main
@@ -78,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     devices = choose_devices(args.device)
     alone = Peers(devices[0])
     data, model = load_data_and_model(args, "dataparallel", alone, stop)
+    # DataParallel: batch norm sees each device's share of a pass.
+    check_parts(model, args, len(devices) * args.accumulate_steps, data)
     parallel = wrap(model, args, devices)
     optimizer, scaler = build_optimizer(args, model.parameters()), build_scaler(args, alone.device)
     # DataParallel: the job and its checkpoints hold the plain model, so any recipe can resume from them.

@@ -18,7 +18,8 @@ from tests.support import (
 )
 
 U = torch.finfo(torch.float16).eps / 2
-STEPS = ("--max-steps", "20", "--seed", "1", "--warmup-steps", "1", "--checkpoint-every", "10", "--deterministic")
+FLAGS = ("--deterministic", "--no-tf32")
+STEPS = ("--max-steps", "20", "--seed", "1", "--warmup-steps", "1", "--checkpoint-every", "10", *FLAGS)
 BACKENDS = ("torch", "apex")
 
 

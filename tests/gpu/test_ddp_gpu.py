@@ -29,7 +29,8 @@ from tests.support import (
     words_for,
 )
 
-STEPS = ("--device", "cuda", "--max-steps", "60", "--seed", "1", "--deterministic")
+# TF32 would round otherwise where shares differ: emulated on a CPU, losses of 60 steps then differ by up to 1%.
+STEPS = ("--device", "cuda", "--max-steps", "60", "--seed", "1", "--deterministic", "--no-tf32")
 GPUS = torch.cuda.device_count()
 
 
@@ -50,12 +51,11 @@ def assert_same_run(run, single, tolerance):
 
 @pytest.mark.parametrize("argv", [(), ("--accumulate-steps", "3"), ("--no-channels-last",), ("--zero",)], ids=str)
 def test_one_gpu_equals_the_cpu(tmp_path, argv):
-    """Convolutions on tensor cores round to TF32 by default: 11 bits, as fp16, over 60 steps."""
     run = train("ddp", tmp_path, 1, *STEPS, *argv)
     single = train("single", tmp_path, 1, *STEPS)
     cpu = train("single", tmp_path / "cpu", 1, *STEPS, "--device", "cpu")
     assert_same_run(run, single, 1e-4)
-    assert_same_run(run, cpu, 60**0.5 * 2**-10)
+    assert_same_run(run, cpu, 1e-4)
     assert abs(accuracies(run)[-1] - accuracies(cpu)[-1]) <= 3 * 0.011
 
 
@@ -114,7 +114,7 @@ def test_batch_norm_over_all_ranks_equals_one_process(tmp_path, two_gpus):
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_compiled_model_learns_the_same(mode, tmp_path):
-    argv = ("--device", "cuda", "--max-steps", "20", "--seed", "1")
+    argv = ("--device", "cuda", "--max-steps", "20", "--seed", "1", "--no-tf32")
     compiled = train("ddp", tmp_path, 1, *argv, "--compile", "--compile-mode", mode)
     assert_same_run(compiled, train("single", tmp_path, 1, *argv), 1e-3)
 
@@ -128,7 +128,7 @@ def test_more_processes_than_gpus_is_refused(tmp_path):
 
 def test_without_tf32_a_gpu_rounds_as_a_cpu_does(tmp_path):
     """24 bits instead of 11, and sums in another order: 60 steps amplify the error by less than a thousand."""
-    run = train("single", tmp_path, 1, *STEPS, "--no-tf32")
+    run = train("single", tmp_path, 1, *STEPS)
     cpu = train("single", tmp_path / "cpu", 1, *STEPS, "--device", "cpu")
     assert_same_run(run, cpu, 1000 * 2**-24)
     tf32 = train("single", tmp_path / "tf32", 1, *STEPS, "--tf32")

@@ -5,8 +5,11 @@ import shlex
 import sys
 
 import pytest
+import torch
 
+from recipes.dataparallel import train as recipe
 from tests.support import (
+    Ranks,
     accuracies,
     largest_difference,
     losses,
@@ -51,3 +54,14 @@ def test_make_run_starts_one_process_where_there_are_several_gpus(tmp_path):
     command = [sys.executable, "-m", "scripts.launch.local", "dataparallel", "--", *options]
     done = run_command(*command, CUDA_VISIBLE_DEVICES="0,1", check=True)
     assert "result recipe=dataparallel world_size=1 " in done.stdout
+
+
+def use_two_devices():
+    recipe.choose_devices = lambda wanted: [torch.device("cpu")] * 2
+
+
+def test_a_batch_too_small_for_the_batch_norm_of_each_device_is_refused(tmp_path):
+    """Each of two devices gets a sample, of which a channel of resnet18 has one value in the end."""
+    words = ["--runs-dir", str(tmp_path), "--model", "resnet18", "--global-batch-size", "3", "--max-steps", "1"]
+    outcome = Ranks("dataparallel", words, 1, tmp_path / "out", setup=use_two_devices).wait()
+    assert "--global-batch-size 3 is 2 parts, some of one sample, and batch norm of" in outcome.refusal

@@ -13,13 +13,14 @@ import pytest
 import torch
 from PIL import EpsImagePlugin, Image
 from scipy.stats import ks_2samp
+from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 from recipes.common.data import gpu_decode, imagefolder, images, load_data
 from recipes.common.data.gpu_decode import BatchDecoder, PartDecoder, collate
 from recipes.common.data.imagefolder import ImageFolder, centre_crop, random_box, resize, whole_box
 from recipes.common.data.images import BAD_IMAGE, Box, decode, find_part, read
-from recipes.common.data.workers import LoadedSplit
+from recipes.common.data.workers import LoadedSplit, start_server
 from recipes.common.errors import UserError
 from recipes.common.seeding import mix
 from recipes.common.task import SKIPPED
@@ -113,6 +114,28 @@ def test_plain_jpegs_are_decoded_in_part(tmp_path, monkeypatch, kind):
     path = tmp_path / "image.jpg"
     path.write_bytes(KINDS[kind]())
     assert decode(read(str(path)), lambda *_: Box(3, 5, 7, 9)).shape == (9, 7, 3)
+
+
+class VisibleGPUs:
+    """A data set of one sample: which of two GPUs a process sees once it has decoded an image."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
+        decode(KINDS["4:2:0"](), whole_box)
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+def test_workers_that_decode_see_no_gpu(monkeypatch):
+    """When it is imported, nvImageCodec calls nvjpegCreateEx(), which makes a CUDA context on the first GPU."""
+    if not images.can_decode_parts():
+        pytest.skip("nvidia-nvimgcodec-cu13 is not made for this system")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # to be restored
+    assert VisibleGPUs()[0] == "0,1"  # a rank trains on its own
+    loader = DataLoader(VisibleGPUs(), batch_size=None, num_workers=1, multiprocessing_context=start_server())
+    assert [*loader] == [""]
 
 
 @pytest.mark.usefixtures("decoder")

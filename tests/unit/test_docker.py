@@ -68,6 +68,11 @@ def test_images_get_the_driver_s_library_for_the_jpeg_engines():
     assert asked.split(",") == ["compute", "utility", "video"]
 
 
+def test_images_get_infiniband_from_enroot():
+    """Its hook mounts no device without this variable, and NCCL would use TCP."""
+    assert "\nENV MELLANOX_VISIBLE_DEVICES=all\n" in stage("FROM ${BASE_IMAGE} AS base")
+
+
 def test_an_installer_without_a_digest_is_refused():
     env = {"EFA_INSTALLER": "1.43.2", "DOCKER": "true"}
     result = run_command("docker/image.sh", "build", "ddp", **env)

@@ -441,6 +441,14 @@ def test_steps_get_all_variables_and_all_cores(job):
     assert "SLURM_DISTRIBUTION=cyclic\n" in job(then="env", SLURM_DISTRIBUTION="cyclic").stdout, "the user's own"
 
 
+@pytest.mark.parametrize("begin", ["share_cores", 'begin_submitted python "" 3 "$logs" "$run_dir"'])
+def test_ranks_that_are_tasks_fill_one_socket_after_another(job, begin):
+    """As GPUs do. By default, Slurm binds task 1 to the second socket, and task 2 to the first again."""
+    assert "SLURM_DISTRIBUTION=block:block\n" in job(then=f"{begin}; env").stdout
+    assert "SLURM_DISTRIBUTION=cyclic\n" in job(then=f"{begin}; env", SLURM_DISTRIBUTION="cyclic").stdout
+    assert "SLURM_DISTRIBUTION" not in job(then="env").stdout
+
+
 def test_the_probe_gets_no_option_of_a_record(job, tmp_path):
     own = {"begin": 'begin_job probe "$@"', "then": 'echo "${options[@]}"', "SLURM_GPUS_ON_NODE": "2"}
     for restarts in "01":

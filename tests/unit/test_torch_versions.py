@@ -16,6 +16,7 @@ from recipes.common import compiled_code
 from recipes.common.errors import UserError
 from recipes.common.process.node import Node
 from scripts.launch import rank_processes, torch_agent
+from tests.support import write_program
 
 NODE = Node(2, 0, 2, "127.0.0.1", 29500, 5)
 
@@ -94,3 +95,23 @@ def test_a_machine_that_cannot_compile_for_its_cpu_is_refused(tmp_path, monkeypa
         with pytest.raises(UserError, match=r"^--compile: .* has no C\+\+ compiler; install g\+\+, "):
             compiled_code.check_compiler(torch.device("cpu"))
     compiled_code.check_compiler(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("found", "fault"),
+    [
+        ("", r"has no C compiler; install gcc, set CC to"),
+        ("#!/bin/sh\nexit 1", r"\.h; install Python's headers \(python3-dev\), set CC to another C compiler, or"),
+    ],
+    ids=["none", "no headers"],
+)
+def test_a_machine_that_cannot_compile_for_a_gpu_is_refused(tmp_path, monkeypatch, found, fault):
+    """Triton, which runs what torch compiles for GPUs, compiles a Python extension in C before anything else."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    compiled_code.check_compiler(torch.device("cuda", 0))
+    if found:
+        write_program(tmp_path / "gcc", found)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=f"^--compile: .*{fault}"):
+        compiled_code.check_compiler(torch.device("cuda", 0))

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 
 class Box(NamedTuple):
@@ -118,6 +119,10 @@ def find_part(content: bytes | np.ndarray, choose: Callable[[int, int], Box]) ->
 def import_nvimgcodec() -> Any:
     """Return nvImageCodec, or None if it is not installed."""
     os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")  # Pillow reports damaged files
+    if get_worker_info():
+        # Its import asks nvJPEG what the GPU can do. That would make a CUDA context on the node's first GPU, some
+        # 500 MB, in each worker of all ranks.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         with _without_standard_error():  # it reports each of its GPU plug-ins that lacks a library
             from nvidia import nvimgcodec
