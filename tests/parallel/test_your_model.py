@@ -566,20 +566,21 @@ def test_buffers_of_any_type_are_those_of_the_first_rank(run, recipe):
         ("pipeline", 2, "buffered", ("--stages", "1", "--num-microbatches", "1")),
         # The buffers are not in rank 0's stage.
         ("pipeline", 4, "buffered_at_the_end", ("--stages", "2")),
+        ("ddp", 2, "Quantised", ()),
     ],
 )
-def test_buffers_that_ddp_cannot_send_are_refused(start, recipe, ranks, model, argv):
+def test_tensors_that_ddp_cannot_send_are_refused(start, recipe, ranks, model, argv):
     who = "rank 1: " * (ranks == 4)
     job = start(recipe, ranks, *BUFFERED, "--model", f"mine:{model}", *argv)
     assert job.wait(60).refusal == (
-        f"error: {who}--model mine:{model}: DDP cannot send its int16 or float8 buffers over gloo; "
+        f"error: {who}--model mine:{model}: DDP cannot send its int16 or float8 tensors over gloo; "
         "use another dtype, or RECIPE=fsdp"
     )
 
 
-def test_buffers_that_nccl_cannot_send_are_refused_in_one_line_too():
+def test_tensors_that_nccl_cannot_send_are_refused_in_one_line_too():
     said = "Input tensor data type is not supported for NCCL process group: Short"  # ProcessGroupNCCL.cpp
-    line = "^--model lenet: DDP cannot send its int16 or float8 buffers over NCCL; use another dtype, or"
+    line = "^--model lenet: DDP cannot send its int16 or float8 tensors over NCCL; use another dtype, or"
     with pytest.raises(UserError, match=line), checked_buffers(options([])):
         raise TypeError(said)
     with pytest.raises(TypeError, match="another"), checked_buffers(options([])):

@@ -30,14 +30,14 @@ REFUSED_TYPES = {"Invalid scalar type": "gloo", "data type is not supported for 
 
 @contextlib.contextmanager
 def checked_buffers(args: Options) -> Iterator[None]:
-    """Turn DDP's error about a buffer that it cannot send into a UserError."""
+    """Turn DDP's error about a parameter or buffer that it cannot send into a UserError."""
     try:
         yield
     except (RuntimeError, TypeError) as error:
         backend = next((name for text, name in REFUSED_TYPES.items() if text in str(error)), None)
         if not backend:
             raise
-        what = f"--model {args.model}: DDP cannot send its int16 or float8 buffers over {backend}"
+        what = f"--model {args.model}: DDP cannot send its int16 or float8 tensors over {backend}"
         raise UserError(f"{what}; use another dtype, or RECIPE=fsdp") from None
 
 
