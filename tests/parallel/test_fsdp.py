@@ -457,6 +457,14 @@ class Sequence(nn.Sequential):
         super().__init__(nn.Flatten(), nn.Linear(64, 10))
 
 
+class Decides(Sequence):
+    """A model that returns no logits in evaluation, whose output has no gradient then."""
+
+    def forward(self, images):
+        logits = super().forward(images)
+        return logits if self.training else logits > 0
+
+
 class Named(nn.Module):
     """A model with blocks in a ModuleDict, which has no forward()."""
 
@@ -492,14 +500,18 @@ def test_what_a_user_brings_is_built_in_shards_too(argv):
     assert all(torch.equal(own, rows(whole[name].detach(), 1, 2)) for name, own in shards.items())
 
 
-def test_a_model_of_a_user_that_does_not_fit_is_refused_as_ever():
-    args = options(["--model", f"{HERE}:Scaled", *DOCS])
-    with pytest.raises(UserError, match=f"--model {HERE}:Scaled on 2 samples, .* failed"):
-        build(
-            args,
-            load_data(args, torch.device("cpu"), print),
-            SimpleNamespace(rank=1, world_size=2, device=torch.device("cpu")),
-        )
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--model", f"{HERE}:Scaled", *DOCS], f"--model {HERE}:Scaled on 2 samples, .* failed"),
+        (["--model", f"{HERE}:Decides"], "has to return a scalar tensor that gradients come from"),
+    ],
+)
+def test_a_model_of_a_user_that_does_not_fit_is_refused_as_ever(argv, message):
+    args = options(argv)
+    data = load_data(args, torch.device("cpu"), print)
+    with pytest.raises(UserError, match=message):
+        build(args, data, SimpleNamespace(rank=1, world_size=2, device=torch.device("cpu")))
 
 
 def test_blocks_by_name_are_sharded(tmp_path):

@@ -95,7 +95,9 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
     check_state(model, args)  # only now do lazy layers have their parameters
     if not is_meta:
         vars(model)["mixes_samples"] = mixes_samples(model, own, output)
-    output = torch.full(output.shape, 0.5, requires_grad=True) if is_meta else in_float(output)
+    needs_grad, output = output.requires_grad, in_float(output)
+    if is_meta:
+        output = torch.full_like(output, 0.5, device="cpu", requires_grad=needs_grad)
     targets = targets.to(output.device)
     what = f"--task {type(task).__name__} on outputs {tuple(output.shape)} and targets {tuple(targets.shape)}"
     loss = call_user_code(what, task.loss_sum, output, targets)
