@@ -112,7 +112,7 @@ def build(args: FSDPOptions, data: Data, world: World) -> tuple[nn.Module, Shard
     try:
         model, shards = build_shards(lambda: make_model(contiguous, data), world.rank % count, count)
         if args.has_user_code:
-            check_fit(copy.deepcopy(model).to("meta"), args, data)
+            check_fit(copy.deepcopy(model).to("meta"), args, data, world.device)
         return model, shards
     except Exception as error:  # missing values cause any; build_model() raises the model's own errors again
         cause = error.__cause__ or error  # of an error in the user's code

@@ -15,7 +15,7 @@ from recipes.common import user_code
 from recipes.common.data import load_data
 from recipes.common.errors import UserError
 from recipes.common.models.models import build_model
-from recipes.common.models.user_model import check_on, check_sparse, exact_output
+from recipes.common.models.user_model import check_fit, check_on, check_sparse, exact_output
 from recipes.common.parallel.buckets import find_unused
 from recipes.common.sample import make_sample
 from recipes.common.world.peers import Peers
@@ -230,6 +230,12 @@ class Largest(Fit):
 
 class TwoLosses(Fit):
     metrics = ("loss",)
+
+class Weighted(Count):
+    def __init__(self):
+        self.weights = torch.ones(3)
+    def loss_sum(self, output, target):
+        return super().loss_sum(output * self.weights, target)
 
 class Trained(Count):
     def __init__(self):
@@ -694,6 +700,13 @@ def test_an_output_that_predicts_the_targets_has_its_largest_logit_there(shape):
     assert output.shape == shape
     assert torch.equal(output.argmax(shape.index(3)), targets)
     assert torch.equal(exact_output(torch.zeros(2, 4), torch.ones(2, 4, dtype=torch.int64)), torch.ones(2, 4))
+
+
+def test_a_task_is_tried_on_the_device_of_the_training():
+    """A GPU's first step would fail with weights that the task keeps on the CPU; so does the meta device."""
+    data, model = load(*WELL, "--task", "mine:Weighted")
+    with refused("--task Weighted on outputs (2, 3) and targets (2,) failed: RuntimeError: "):
+        check_fit(model, options([*WELL]), data, torch.device("meta"))
 
 
 @pytest.mark.parametrize("task", ["Count", "Frozen"])
