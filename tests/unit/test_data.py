@@ -324,6 +324,21 @@ class TestImageFolder:
         one, two, three = (self.load(tmp_path / name).train.fingerprint() for name in ("one", "two", "three"))
         assert one == two != three
 
+    def test_checks_before_the_training_get_no_image_that_does_not_decode(self, tmp_path):
+        """In its place, a batch has zeros, and a label that does not count."""
+        from PIL import Image
+
+        for name in ("train/a/0.png", "train/b/0.png", "train/c/0.png", "val/a/0.png"):
+            (tmp_path / name).parent.mkdir(parents=True)
+            Image.new("RGB", (9, 9), (255, 0, 0)).save(tmp_path / name)
+        (tmp_path / "train/a/0.png").write_bytes(b"no image")
+        images, labels = self.load(tmp_path).examples(2)
+        assert labels.tolist() == [1, 2]
+        assert images.ne(0).all()
+        for name in ("b", "c"):
+            (tmp_path / "train" / name / "0.png").write_bytes(b"no image")
+        assert self.load(tmp_path).examples(2)[1].tolist() == [SKIPPED, SKIPPED]
+
     @pytest.mark.parametrize("flags", [[], ["--skip-bad-images"]])
     def test_an_image_that_cannot_be_read_is_not_a_bad_one(self, tmp_path, monkeypatch, flags):
         """It ends the run even with --skip-bad-images, since the next launch may be able to read it."""
