@@ -20,7 +20,7 @@ from recipes.common.errors import UserError
 from recipes.common.metrics import Throughput, peak_memory_bytes
 from recipes.common.nonfinite import Guard
 from recipes.common.optim import optimizer_state
-from recipes.common.options import Options
+from recipes.common.options import Options, is_user_code
 from recipes.common.process.signals import Stop, vote_interval
 from recipes.common.record.record import Record
 from recipes.common.seeding import permutation
@@ -67,10 +67,6 @@ class Job:
     writer: CheckpointWriter | None = None
     """Writes checkpoints: on rank 0, or on all ranks if each one writes its own part."""
     position: Position = field(default_factory=Position)
-    checks_draws: bool = False
-    """Whether to check after the first step whether a user's model draws random numbers."""
-    checks_buffers: bool = False
-    """Whether to check after the first step whether a user's model has other buffers on other ranks."""
     _next_vote: int = 0
     _last_vote: tuple[int, float] = (0, 0.0)
     _pass_ends: list[torch.cuda.Event] = field(default_factory=list)
@@ -83,6 +79,8 @@ class Job:
         self.batch_parts = self.batch_parts or self.replicas * self.args.accumulate_steps
         part = -(-self.args.global_batch_size // self.batch_parts)
         self.eval_batch_size = self.eval_batch_size or min(EVAL_BATCH_SIZE, part)
+        self.is_unseen_model = is_user_code(self.args.model) and self.peers.world_size * len(self.devices) > 1
+        """Whether the first step has yet to show if losses depend on the number of processes."""
         self.throughput = Throughput(self.args.global_batch_size, self.device)
         self.guard = Guard(self.device, self.stop)
         if self.args.on_nonfinite == "skip":
@@ -220,17 +218,6 @@ class Job:
             latest.record(torch.cuda.current_stream(self.device))
             with self.peers.watch("gradients"):
                 before.synchronize()
-
-    def warn_of_draws(self) -> None:
-        """After the first step's passes, print a warning if a user's model has drawn random numbers."""
-        if not self.checks_draws:
-            return
-        from recipes.common.models.dropout import has_drawn
-
-        self.checks_draws = False
-        if has_drawn(self.args.seed, self.position.step, self.peers.rank, self.devices):
-            what = "your model draws other random numbers on each rank"
-            self.say(f"warning: {what}, so losses depend on the number of processes")
 
     def count_step(self) -> None:
         """Count an optimizer step."""

@@ -143,7 +143,7 @@ def run_seeded(model: Callable[[Tensor], Any], inputs: Tensor) -> Any:
 def mixes_samples(model: Callable[[Tensor], Any], inputs: Tensor, output: Tensor | None = None) -> bool:
     """Return whether the output for the first sample depends on the others; `output` is run_seeded()'s, in eval().
 
-    It does with an nn.LSTM without batch_first=True, which takes the batch for time. print_warnings() warns of it.
+    It does with an nn.LSTM without batch_first=True, which takes the batch for time. rank_dependence.py warns.
     False if that cannot be seen: a forward() that returns something else when it is repeated, or fails here.
 
     Raises UserError if the model does.
@@ -215,15 +215,6 @@ def check_sparse(model: nn.Module, args: Options) -> None:
             what = f"--model {args.model}: {name or 'it'} has sparse gradients"
             fix = "make it without sparse=True; RECIPE=ddp takes them with --optimizer sgd --weight-decay 0"
             raise UserError(f"{what}, which this recipe does not take with these options; {fix}")
-
-
-def max_norm_warning(model: nn.Module) -> str:
-    """Return a warning if an embedding scales the rows it looks up, on each rank those of its share; else ""."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            what = f"{name or 'your model'} has max_norm, by which each rank scales the rows of its own samples"
-            return f"warning: {what}, so losses depend on the number of processes"
-    return ""
 
 
 def check_state(model: nn.Module, args: Options) -> None:
