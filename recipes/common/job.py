@@ -251,16 +251,9 @@ class Job:
             self.say(f"warning: {text}")
         skipped = {"skipped_steps": self.guard.skipped} if self.guard.skipped else {}
         speed = self.throughput.recent()
-        self._record(
-            "log_step",
-            step=self.position.step,
-            epoch=self.position.epoch + 1,
-            loss=loss,
-            lr=rate,
-            samples_per_s=round(speed, 1),
-            **self._units_per_s(speed),
-            **skipped,
-        )
+        rates = {"lr": rate, "samples_per_s": round(speed, 1), **self._units_per_s(speed)}
+        step, epoch = self.position.step, self.position.epoch + 1
+        self._write(lambda record: record.log_step(step=step, epoch=epoch, loss=loss, **rates, **skipped))
 
     def end_epoch(self, averages: dict[str, float]) -> bool:
         """Count and record an evaluated epoch; return whether it is the best so far."""
@@ -269,7 +262,8 @@ class Job:
         kept = {name: value for name, value in averages.items() if name.startswith("test_")}
         is_best = self.position.record_evaluation(kept, headline if task.higher_is_better else -headline)
         seconds = round(self.throughput.timed()["seconds"], 3)
-        self._record("log_epoch", epoch=self.position.epoch, step=self.position.step, **averages, train_s=seconds)
+        step, epoch = self.position.step, self.position.epoch
+        self._write(lambda record: record.log_epoch(epoch=epoch, step=step, **averages, train_s=seconds))
         if not math.isfinite(headline):
             why = "look at the test data, and at what the model returns"
             self.say(f"warning: test_{task.headline} is {headline}: {why}")
@@ -331,10 +325,14 @@ class Job:
         )
 
     def say(self, text: str) -> None:
-        """Print a line on rank 0; a failure becomes this rank's vote, as the other ranks go on."""
+        """Print a line on rank 0."""
+        self._write(lambda record: record.progress.say(text))
+
+    def _write(self, action: Callable[[Record], None]) -> None:
+        """Run an action on rank 0's record; a failure becomes that rank's vote, as the other ranks go on."""
         if self.record:
             try:
-                self.record.progress.say(text)
+                action(self.record)
             except UserError as error:
                 self.stop.fail(error)
 
@@ -346,13 +344,6 @@ class Job:
             what = f"--model {self.args.model} returned {name_of(output)} in training"
             raise UserError(f"{what}; return a tensor with a row for each sample, as in evaluation")
         return self.data.task.loss_sum(in_float(output), target) / self.args.global_batch_size
-
-    def _record(self, kind: str, **values: float) -> None:
-        if self.record:
-            try:
-                getattr(self.record, kind)(**values)
-            except UserError as error:
-                self.stop.fail(error)
 
     def is_vote_due(self) -> bool:
         """Return whether ranks vote in the current step: by vote_interval(), and before a checkpoint."""
