@@ -22,7 +22,7 @@ from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, choice, option, parse, positive_float, positive_int, switch
-from recipes.common.parallel.buckets import NO_BUFFER_SYNC, check_complete, checked_buffers, settle_buckets
+from recipes.common.parallel.buckets import check_complete, settle_buckets, wrap_in_ddp
 from recipes.common.process.entry import run_main
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
@@ -76,15 +76,13 @@ def wrap(model: nn.Module, args: DDPOptions, world: World, data: Data) -> Distri
         model = sync_batch_norm(model, world)
     # DDP: construction broadcasts rank 0's parameters. Backward then averages a bucket of gradients (a
     # ring all-reduce: 2 (N-1)/N of its bytes per rank) while the layers before it are still computing.
-    with checked_buffers(args):
-        ddp = DistributedDataParallel(
-            model,
-            device_ids=[world.device.index] if world.device.type == "cuda" else None,
-            **NO_BUFFER_SYNC,  # evaluate() in loop.py syncs buffers, once an epoch instead of once a step
-            gradient_as_bucket_view=True,  # the gradients are the buckets: no second copy of the model's size
-            # Ranks wait for the last bucket: 4 MB take 33 ms at 1 Gbit/s. With NCCL, torch's default sizes apply.
-            bucket_cap_mb=args.bucket_cap_mb or (4 if world.device.type == "cpu" else None),
-        )
+    ddp = wrap_in_ddp(
+        model,
+        args,
+        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        # Ranks wait for the last bucket: 4 MB take 33 ms at 1 Gbit/s. With NCCL, torch's default sizes apply.
+        bucket_cap_mb=args.bucket_cap_mb or (4 if world.device.type == "cpu" else None),
+    )
     if args.deterministic:
         settle_buckets(ddp, data, world.device)
     if args.grad_compression != "none":
