@@ -220,15 +220,7 @@ def train_one_epoch(job: Job, technique: Technique) -> int:
         finish_vote = job.begin_vote() if job.is_vote_due() else None
         seed_step(args.seed, position.step, peers.rank, job.devices)
         job.guard.keep_buffers(technique.module.buffers(), job.scaler)
-        loss_sum = torch.zeros((), device=job.device)
-        passes = args.accumulate_steps
-        parts = zip(
-            *(split_into_groups(tensor, args).tensor_split(passes) for tensor in (inputs, targets)), strict=True
-        )
-        for number, part in enumerate(parts, 1):
-            some_inputs, some_targets = (groups.flatten(0, 1) for groups in part)
-            loss_sum += technique.forward_backward(some_inputs, some_targets, number == passes)
-            job.end_pass()
+        loss_sum = run_passes(job, technique, inputs, targets)
         if finish_vote:
             with peers.watch("stop vote"):
                 decision = finish_vote()
@@ -256,6 +248,17 @@ def train_one_epoch(job: Job, technique: Technique) -> int:
             save_checkpoint(job, technique)
     job.pause()
     return decision
+
+
+def run_passes(job: Job, technique: Technique, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Add the gradients of a step's passes; return this rank's part of the loss. Call it on all ranks."""
+    loss_sum, passes = torch.zeros((), device=job.device), job.args.accumulate_steps
+    parts = [split_into_groups(tensor, job.args).tensor_split(passes) for tensor in (inputs, targets)]
+    for number, part in enumerate(zip(*parts, strict=True), 1):
+        some_inputs, some_targets = (groups.flatten(0, 1) for groups in part)
+        loss_sum += technique.forward_backward(some_inputs, some_targets, number == passes)
+        job.end_pass()
+    return loss_sum
 
 
 def split_into_groups(samples: Tensor, args: Options) -> Tensor:
