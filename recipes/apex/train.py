@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -32,10 +33,7 @@ from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
 from recipes.common.world.world import World, connected_world
 
-
-def options(argv: Sequence[str] | None = None) -> ApexOptions:
-    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
-    return parse(ApexOptions, "apex", __doc__, argv)
+options = partial(parse, ApexOptions, "apex", __doc__)
 
 
 Pairs = Iterator[tuple[Tensor, Tensor]]

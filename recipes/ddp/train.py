@@ -62,9 +62,7 @@ class DDPOptions(Options):
         return super().takes_sparse_gradients and self.grad_compression == "none"
 
 
-def options(argv: Sequence[str] | None = None) -> DDPOptions:
-    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
-    return parse(DDPOptions, "ddp", __doc__, argv)
+options = partial(parse, DDPOptions, "ddp", __doc__)
 
 
 def wrap(model: nn.Module, args: DDPOptions, world: World, data: Data) -> DistributedDataParallel:

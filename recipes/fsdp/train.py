@@ -87,9 +87,7 @@ class FSDPOptions(Options):
             raise UserError(f"--replicas {self.replicas} does not divide {world_size} processes; {fix}")
 
 
-def options(argv: Sequence[str] | None = None) -> FSDPOptions:
-    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
-    return parse(FSDPOptions, "fsdp", __doc__, argv)
+options = partial(parse, FSDPOptions, "fsdp", __doc__)
 
 
 def build_mesh(args: FSDPOptions, world: World) -> DeviceMesh:

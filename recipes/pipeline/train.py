@@ -40,9 +40,7 @@ from recipes.pipeline.stages import InProcessPipeline, RankPipeline, batch_sizes
 Pipeline = RankPipeline | InProcessPipeline
 
 
-def options(argv: Sequence[str] | None = None) -> PipelineOptions:
-    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
-    return parse(PipelineOptions, "pipeline", __doc__, argv)
+options = partial(parse, PipelineOptions, "pipeline", __doc__)
 
 
 def build_sequence(args: PipelineOptions, data: Data, device: torch.device) -> nn.Module:

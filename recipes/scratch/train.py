@@ -48,9 +48,7 @@ class ScratchOptions(Options):
         return False
 
 
-def options(argv: Sequence[str] | None = None) -> ScratchOptions:
-    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
-    return parse(ScratchOptions, "scratch", __doc__, argv)
+options = partial(parse, ScratchOptions, "scratch", __doc__)
 
 
 @dataclass

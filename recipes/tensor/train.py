@@ -76,9 +76,7 @@ class TensorOptions(Options):
             )
 
 
-def options(argv: Sequence[str] | None = None) -> TensorOptions:
-    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
-    return parse(TensorOptions, "tensor", __doc__, argv)
+options = partial(parse, TensorOptions, "tensor", __doc__)
 
 
 class GradientSum:
