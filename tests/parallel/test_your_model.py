@@ -18,16 +18,14 @@ from recipes.single.train import options
 from tests.conftest import slow
 from tests.support import (
     ROOT,
-    Ranks,
     is_equal,
     largest_difference,
     losses,
     metrics,
     newest_checkpoint,
-    run_ranks,
+    start_run,
     train,
     weights,
-    words_for,
 )
 
 MINE, OWN_TASK = re.findall(r"```python\n(.*?)```", (ROOT / "docs/your-model.md").read_text(), re.DOTALL)
@@ -273,13 +271,10 @@ def run(folder):
     """Return a function that returns a recipe's run with some options; each is trained once."""
 
     def start(recipe, world_size, *argv):
-        name = f"{recipe}-{abs(hash(argv))}"
-        words = words_for(
-            folder, name, "--device", "cpu", "--global-batch-size", "48", *argv, *SAME.get(recipe, ())
-        )
-        setup = functools.partial(import_from, folder)
-        run_ranks(recipe, words, world_size, folder / f"output-{name}", setup=setup)
-        return folder / name
+        how = {"name": f"{recipe}-{abs(hash(argv))}", "setup": functools.partial(import_from, folder)}
+        argv = ("--device", "cpu", "--global-batch-size", "48", *argv, *SAME.get(recipe, ()))
+        start_run(recipe, folder, world_size, *argv, **how).wait(check=True)
+        return folder / how["name"]
 
     return functools.cache(start)
 
@@ -288,12 +283,10 @@ def run(folder):
 def start(folder, tmp_path):
     """Return a function that starts a recipe's ranks, with the user's module, for a run in tmp_path / "run"."""
 
-    def ranks(recipe, world_size, *argv, **env):
-        words = words_for(tmp_path, "run", "--device", "cpu", *argv)
-        setup = functools.partial(import_from, folder)
-        return Ranks(recipe, words, world_size, tmp_path / "out", setup=setup, **env)
-
-    return ranks
+    setup = functools.partial(import_from, folder)
+    return lambda recipe, world_size, *argv, **env: start_run(
+        recipe, tmp_path, world_size, "--device", "cpu", *argv, setup=setup, **env
+    )
 
 
 SPIRALS = shlex.split("--data mine:spirals --model mine:net --max-steps 36 --warmup-steps 9 --lr 0.1")
