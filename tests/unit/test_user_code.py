@@ -457,16 +457,21 @@ def test_a_lock_goes_to_a_worker_alone():
     assert labels.tolist() == [0, 2]
 
 
+def read_bad_sample(name, *indices):
+    """Return the training samples of these indices, and the one error that is reported."""
+    errors = []
+    args = options(["--data", f"mine:{name}", "--model", "mine:net", "--workers", "0"])
+    ((inputs, labels),) = load_data(args, CPU, errors.append).train.batches([torch.tensor(indices)], 0)
+    (error,) = map(str, errors)
+    return inputs, labels.tolist(), error
+
+
 @pytest.mark.parametrize(("name", "reason"), [("broken", "KeyError: 7"), ("exits", "SystemExit: no sample")])
 def test_a_sample_that_raises_an_error_is_reported_and_replaced(name, reason):
-    errors = []
-    args = options(["--data", f"mine:{name}_at_7", "--model", "mine:net", "--workers", "0"])
-    data = load_data(args, CPU, errors.append)
-    ((inputs, labels),) = data.train.batches([torch.tensor([7, 3])], 0)
-    assert (inputs.shape, labels.tolist()) == ((2, 2), [0, 0])
-    (error,) = errors
-    assert str(error).startswith(f"--data mine:{name}_at_7: 'train'[7] failed: {reason} (")
-    assert str(error).endswith("; fix it, then add --resume auto")
+    inputs, labels, error = read_bad_sample(f"{name}_at_7", 7, 3)
+    assert (inputs.shape, labels) == ((2, 2), [0, 0])
+    assert error.startswith(f"--data mine:{name}_at_7: 'train'[7] failed: {reason} (")
+    assert error.endswith("; fix it, then add --resume auto")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -490,25 +495,21 @@ def test_conjugate_samples_have_a_digest_of_their_values():
 
 def test_a_class_that_there_is_not_is_reported_and_the_sample_replaced():
     """-100, a label that does not count, is a valid one."""
-    errors = []
-    args = options(["--data", "mine:class_3_at_7", "--model", "mine:net", "--workers", "0"])
-    ((_, labels),) = load_data(args, CPU, errors.append).train.batches([torch.tensor([7, 4])], 0)
-    assert labels.tolist() == [-100, -100]
-    assert [str(error) for error in errors] == [
+    _, labels, error = read_bad_sample("class_3_at_7", 7, 4)
+    assert labels == [-100, -100]
+    assert error == (
         "--data mine:class_3_at_7: 'train'[7]: target 3 is not in 0 to 2; fix it, then add --resume auto"
-    ]
+    )
 
 
 def test_a_sample_unlike_the_first_is_reported_and_replaced():
     """Samples of different shapes make no batch: the one rank that read them would end with a traceback."""
-    errors = []
-    args = options(["--data", "mine:longer_at_7", "--model", "mine:net", "--workers", "0"])
-    ((inputs, labels),) = load_data(args, CPU, errors.append).train.batches([torch.tensor([7, 4])], 0)
-    assert (inputs.shape, labels.tolist()) == ((2, 2), [0, 1])
-    assert [str(error) for error in errors] == [
+    inputs, labels, error = read_bad_sample("longer_at_7", 7, 4)
+    assert (inputs.shape, labels) == ((2, 2), [0, 1])
+    assert error == (
         "--data mine:longer_at_7: 'train'[7] is float32 of shape (3,) and int64 of shape (), 'train'[0] float32 of "
         "shape (2,) and int64 of shape (); make all samples alike, then add --resume auto"
-    ]
+    )
 
 
 def test_samples_of_lists_and_numbers_become_tensors():
