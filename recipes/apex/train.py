@@ -29,9 +29,8 @@ from recipes.common.optim import build_optimizer, optimizer_step
 from recipes.common.options import parse
 from recipes.common.parallel.buckets import check_complete, settle_buckets, wrap_in_ddp
 from recipes.common.process.entry import run_main
-from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
-from recipes.common.world.world import World, connected_world
+from recipes.common.world.world import World, train_as_rank
 
 options = partial(parse, ApexOptions, "apex", __doc__)
 
@@ -215,11 +214,8 @@ def train(args: ApexOptions, world: World, stop: Stop) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train with the options in argv; call it on every rank."""
-    args = options(argv)
-    stop = Stop()
     # DDP: a launcher (torchrun, srun, mpirun) gives each process its rank.
-    with connected_world(args, read_ranks("apex")) as world:
-        train(args, world, stop)
+    train_as_rank("apex", options(argv), train)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,8 @@ from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, choice, option, parse, positive_float, positive_int, switch
 from recipes.common.parallel.buckets import check_complete, settle_buckets, wrap_in_ddp
 from recipes.common.process.entry import run_main
-from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
-from recipes.common.world.world import World, connected_world
+from recipes.common.world.world import World, train_as_rank
 
 
 @dataclass(frozen=True)
@@ -134,11 +133,8 @@ def train(args: DDPOptions, recipe: str, world: World, stop: Stop) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train with the options in argv; call it on every rank."""
-    args = options(argv)
-    stop = Stop()
     # DDP: a launcher (torchrun, srun, mpirun) gives each process its rank.
-    with connected_world(args, read_ranks("ddp")) as world:
-        train(args, "ddp", world, stop)
+    train_as_rank("ddp", options(argv), lambda args, world, stop: train(args, "ddp", world, stop))
 
 
 if __name__ == "__main__":

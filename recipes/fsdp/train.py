@@ -39,11 +39,10 @@ from recipes.common.parallel.buckets import FIX_MISSING, Named, missing_gradient
 from recipes.common.parallel.mesh import grid_mesh
 from recipes.common.parallel.sharding import gather_state, own_shards, own_state, read_shards, update, write_shards
 from recipes.common.process.entry import run_main
-from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
 from recipes.common.world.agreement import raise_on_all_ranks, run_on_all_ranks
 from recipes.common.world.peers import Peers
-from recipes.common.world.world import World, connected_world
+from recipes.common.world.world import World, train_as_rank
 from recipes.fsdp.initialise import Shards, build_shards, materialise
 
 
@@ -350,13 +349,8 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train with the options in argv; call it on every rank."""
-    args = options(argv)
-    stop = Stop()
     # FSDP: a launcher (torchrun, srun, mpirun) gives each process its rank.
-    ranks = read_ranks("fsdp")
-    args.check_world_size(ranks.world_size)
-    with connected_world(args, ranks) as world:
-        train(args, world, stop)
+    train_as_rank("fsdp", options(argv), train)
 
 
 if __name__ == "__main__":

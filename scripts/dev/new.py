@@ -15,7 +15,7 @@ from scripts.launch.command import ROOT, check_names, command, recipes
 SOURCES = ("ddp", "apex", "fsdp", "tensor", "pipeline", "scratch")
 """Recipes whose ranks torchrun starts; launch files start each of the others in its own way, by its name."""
 
-CALLS = "partial|read_ranks|load_same_data|load_data_and_model|Job|train"
+CALLS = "partial|train_as_rank|load_same_data|load_data_and_model|Job|train"
 """Functions that take the recipe's name as an argument."""
 
 TEST = '''"""{name} against the one-process run, at 1, 2 and 3 processes: the same losses and the same evaluation.
