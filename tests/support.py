@@ -62,11 +62,15 @@ class Outcome:
         return "\n".join(f"[{i}] {line}" for i, text in enumerate(self.outputs) for line in text.splitlines())
 
     @property
+    def errors(self) -> list[str]:
+        """The lines that begin with `error: `, of all ranks."""
+        return [line for text in self.outputs for line in text.splitlines() if line.startswith("error: ")]
+
+    @property
     def refusal(self) -> str:
         """The one error line of a refused job, whose ranks all end with status 2."""
-        errors = [line for text in self.outputs for line in text.splitlines() if line.startswith("error: ")]
-        assert (set(self.statuses), len(errors), "Traceback" in self.text) == ({2}, 1, False), self.text
-        return errors[0]
+        assert (set(self.statuses), len(self.errors), "Traceback" in self.text) == ({2}, 1, False), self.text
+        return self.errors[0]
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float, what: str | Callable[[], str]) -> None:
@@ -325,11 +329,15 @@ def words_for(folder: Path, name: str, *argv: str) -> list[str]:
     return ["--runs-dir", str(folder), "--name", name, "--log-every", "1", "--no-tensorboard", *argv]
 
 
+def start_run(recipe: str, folder: Path, world_size: int, *argv: str, name: str = "run", **how: Any) -> Ranks:
+    """Start the ranks of a run, with every step logged and without TensorBoard: folder / name."""
+    return Ranks(recipe, words_for(folder, name, *argv), world_size, folder / f"output-{name}", **how)
+
+
 def train(recipe: str, folder: Path, world_size: int, *argv: str, **how: Any) -> Path:
     """Train with every step logged and without TensorBoard; return the run's folder."""
     name = f"{recipe}-{world_size}"
-    words = words_for(folder, name, *argv)
-    run_ranks(recipe, words, world_size, folder / f"output-{name}", **how)
+    start_run(recipe, folder, world_size, *argv, name=name, **how).wait(check=True)
     return folder / name
 
 
@@ -402,6 +410,12 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     """Return the model of a run's newest checkpoint."""
     model: dict[str, torch.Tensor] = newest_checkpoint(run)["model"]
     return model
+
+
+def optimizer_tensors(run: Path) -> dict[str, torch.Tensor]:
+    """Return the optimizer's tensors in a run's newest checkpoint, by the parameter's number and their name."""
+    state = newest_checkpoint(run)["optimizer"]["state"]
+    return {f"{number} {name}": value for number, values in state.items() for name, value in values.items()}
 
 
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
 
 from recipes.apex.nvidia import ApexAmp, why_not_apex
 from recipes.apex.options import ApexOptions, summarise
@@ -27,16 +27,12 @@ from recipes.common.job import Job
 from recipes.common.loop import Check, Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.optim import build_optimizer, optimizer_step
 from recipes.common.options import parse
-from recipes.common.parallel.buckets import NO_BUFFER_SYNC, check_complete, checked_buffers, settle_buckets
+from recipes.common.parallel.buckets import check_complete, settle_buckets, wrap_in_ddp
 from recipes.common.process.entry import run_main
-from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
-from recipes.common.world.world import World, connected_world
+from recipes.common.world.world import World, train_as_rank
 
-
-def options(argv: Sequence[str] | None = None) -> ApexOptions:
-    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
-    return parse(ApexOptions, "apex", __doc__, argv)
+options = partial(parse, ApexOptions, "apex", __doc__)
 
 
 Pairs = Iterator[tuple[Tensor, Tensor]]
@@ -89,13 +85,8 @@ class TorchAmp:
         # DDP: construction broadcasts rank 0's parameters. Backward then averages a bucket of gradients (a
         # ring all-reduce: 2 (N-1)/N of its bytes per rank) while the layers before it are still computing.
         # AMP: gradients have the type of the weights: 4 bytes each under O0 and O1, 2 under O2 and O3.
-        with checked_buffers(args):
-            self.ddp = DistributedDataParallel(
-                self.working,
-                device_ids=[world.device.index] if world.device.type == "cuda" else None,
-                **NO_BUFFER_SYNC,  # evaluate() syncs buffers, once an epoch instead of once a step
-                gradient_as_bucket_view=True,  # the gradients are the buckets: no second copy of the model's size
-            )
+        devices = [world.device.index] if world.device.type == "cuda" else None
+        self.ddp = wrap_in_ddp(self.working, args, device_ids=devices)
         if args.deterministic:
             settle_buckets(self.ddp, data, world.device)
         if args.compile:
@@ -223,11 +214,8 @@ def train(args: ApexOptions, world: World, stop: Stop) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train with the options in argv; call it on every rank."""
-    args = options(argv)
-    stop = Stop()
     # DDP: a launcher (torchrun, srun, mpirun) gives each process its rank.
-    with connected_world(args, read_ranks("apex")) as world:
-        train(args, world, stop)
+    train_as_rank("apex", options(argv), train)
 
 
 if __name__ == "__main__":

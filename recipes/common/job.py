@@ -20,7 +20,7 @@ from recipes.common.errors import UserError
 from recipes.common.metrics import Throughput, peak_memory_bytes
 from recipes.common.nonfinite import Guard
 from recipes.common.optim import optimizer_state
-from recipes.common.options import Options
+from recipes.common.options import Options, is_user_code
 from recipes.common.process.signals import Stop, vote_interval
 from recipes.common.record.record import Record
 from recipes.common.seeding import permutation
@@ -67,10 +67,6 @@ class Job:
     writer: CheckpointWriter | None = None
     """Writes checkpoints: on rank 0, or on all ranks if each one writes its own part."""
     position: Position = field(default_factory=Position)
-    checks_draws: bool = False
-    """Whether to check after the first step whether a user's model draws random numbers."""
-    checks_buffers: bool = False
-    """Whether to check after the first step whether a user's model has other buffers on other ranks."""
     _next_vote: int = 0
     _last_vote: tuple[int, float] = (0, 0.0)
     _pass_ends: list[torch.cuda.Event] = field(default_factory=list)
@@ -83,6 +79,8 @@ class Job:
         self.batch_parts = self.batch_parts or self.replicas * self.args.accumulate_steps
         part = -(-self.args.global_batch_size // self.batch_parts)
         self.eval_batch_size = self.eval_batch_size or min(EVAL_BATCH_SIZE, part)
+        self.is_unseen_model = is_user_code(self.args.model) and self.peers.world_size * len(self.devices) > 1
+        """Whether the first step has yet to show if losses depend on the number of processes."""
         self.throughput = Throughput(self.args.global_batch_size, self.device)
         self.guard = Guard(self.device, self.stop)
         if self.args.on_nonfinite == "skip":
@@ -221,17 +219,6 @@ class Job:
             with self.peers.watch("gradients"):
                 before.synchronize()
 
-    def warn_of_draws(self) -> None:
-        """After the first step's passes, print a warning if a user's model has drawn random numbers."""
-        if not self.checks_draws:
-            return
-        from recipes.common.models.dropout import has_drawn
-
-        self.checks_draws = False
-        if has_drawn(self.args.seed, self.position.step, self.peers.rank, self.devices):
-            what = "your model draws other random numbers on each rank"
-            self.say(f"warning: {what}, so losses depend on the number of processes")
-
     def count_step(self) -> None:
         """Count an optimizer step."""
         self.position.step += 1
@@ -264,16 +251,9 @@ class Job:
             self.say(f"warning: {text}")
         skipped = {"skipped_steps": self.guard.skipped} if self.guard.skipped else {}
         speed = self.throughput.recent()
-        self._record(
-            "log_step",
-            step=self.position.step,
-            epoch=self.position.epoch + 1,
-            loss=loss,
-            lr=rate,
-            samples_per_s=round(speed, 1),
-            **self._units_per_s(speed),
-            **skipped,
-        )
+        rates = {"lr": rate, "samples_per_s": round(speed, 1), **self._units_per_s(speed)}
+        step, epoch = self.position.step, self.position.epoch + 1
+        self._write(lambda record: record.log_step(step=step, epoch=epoch, loss=loss, **rates, **skipped))
 
     def end_epoch(self, averages: dict[str, float]) -> bool:
         """Count and record an evaluated epoch; return whether it is the best so far."""
@@ -282,7 +262,8 @@ class Job:
         kept = {name: value for name, value in averages.items() if name.startswith("test_")}
         is_best = self.position.record_evaluation(kept, headline if task.higher_is_better else -headline)
         seconds = round(self.throughput.timed()["seconds"], 3)
-        self._record("log_epoch", epoch=self.position.epoch, step=self.position.step, **averages, train_s=seconds)
+        step, epoch = self.position.step, self.position.epoch
+        self._write(lambda record: record.log_epoch(epoch=epoch, step=step, **averages, train_s=seconds))
         if not math.isfinite(headline):
             why = "look at the test data, and at what the model returns"
             self.say(f"warning: test_{task.headline} is {headline}: {why}")
@@ -344,10 +325,14 @@ class Job:
         )
 
     def say(self, text: str) -> None:
-        """Print a line on rank 0; a failure becomes this rank's vote, as the other ranks go on."""
+        """Print a line on rank 0."""
+        self._write(lambda record: record.progress.say(text))
+
+    def _write(self, action: Callable[[Record], None]) -> None:
+        """Run an action on rank 0's record; a failure becomes that rank's vote, as the other ranks go on."""
         if self.record:
             try:
-                self.record.progress.say(text)
+                action(self.record)
             except UserError as error:
                 self.stop.fail(error)
 
@@ -359,13 +344,6 @@ class Job:
             what = f"--model {self.args.model} returned {name_of(output)} in training"
             raise UserError(f"{what}; return a tensor with a row for each sample, as in evaluation")
         return self.data.task.loss_sum(in_float(output), target) / self.args.global_batch_size
-
-    def _record(self, kind: str, **values: float) -> None:
-        if self.record:
-            try:
-                getattr(self.record, kind)(**values)
-            except UserError as error:
-                self.stop.fail(error)
 
     def is_vote_due(self) -> bool:
         """Return whether ranks vote in the current step: by vote_interval(), and before a checkpoint."""

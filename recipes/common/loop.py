@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from recipes.common.data import Batch, Data, Split, unread_folder
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models.models import build_model
+from recipes.common.models.rank_dependence import warnings_after_passes, warnings_before_training
 from recipes.common.optim import autocast, learning_rate, optimizer_step, set_learning_rate
-from recipes.common.options import Options, check_batch, is_user_code
+from recipes.common.options import Options, check_batch
 from recipes.common.process.signals import FAIL, GO, STOP, Stop, vote_interval
 from recipes.common.record.record import Record, open_run
 from recipes.common.seeding import choose_kernels, seed_step
@@ -157,35 +157,7 @@ def begin_run(
         raise
     run_on_all_ranks(job.begin_record, peers)  # after the restore: it deletes what --overwrite replaces
     peers.watch.follow(lambda: job.position.step, job.folder)
-    print_warnings(job)
-
-
-def print_warnings(job: Job) -> None:
-    """Print warnings about a data folder that is not read, and layers whose losses depend on the processes."""
-    texts = [unread_folder(job.args)]
-    # With --batchnorm-group, no batch norm does (a pipeline groups its parts' layers, not those of job.model).
-    layers = [module for module in job.model.modules() if isinstance(module, _BatchNorm)]
-    mixes_samples = job.batch_parts > 1 and getattr(job.model, "mixes_samples", False)
-    if not job.args.batchnorm_group and layers:
-        from recipes.common.models import batchnorm
-
-        texts.append(batchnorm.warning(job.model, job.args, job.batch_parts))
-        # Batch norm without running statistics mixes the samples of an evaluation, too.
-        mixes_samples &= not texts[-1] or all(layer.running_mean is not None for layer in layers)
-    if mixes_samples:
-        what = "your model's output for a sample depends on the other samples of its batch"
-        texts.append(f"warning: {what}, so losses and metrics depend on the number of processes")
-    if job.peers.world_size * len(job.devices) > 1:
-        from recipes.common.models import dropout
-
-        texts.append(dropout.warning(job.model))
-        job.checks_draws = is_user_code(job.args.model) and not texts[-1]
-        job.checks_buffers = is_user_code(job.args.model)
-    if job.replicas > 1 and is_user_code(job.args.model):
-        from recipes.common.models import user_model
-
-        texts.append(user_model.max_norm_warning(job.model))
-    for text in filter(None, texts):
+    for text in filter(None, (unread_folder(job.args), *warnings_before_training(job))):
         job.say(text)
 
 
@@ -248,16 +220,7 @@ def train_one_epoch(job: Job, technique: Technique) -> int:
         finish_vote = job.begin_vote() if job.is_vote_due() else None
         seed_step(args.seed, position.step, peers.rank, job.devices)
         job.guard.keep_buffers(technique.module.buffers(), job.scaler)
-        loss_sum = torch.zeros((), device=job.device)
-        passes = args.accumulate_steps
-        parts = zip(
-            *(split_into_groups(tensor, args).tensor_split(passes) for tensor in (inputs, targets)), strict=True
-        )
-        for number, part in enumerate(parts, 1):
-            some_inputs, some_targets = (groups.flatten(0, 1) for groups in part)
-            loss_sum += technique.forward_backward(some_inputs, some_targets, number == passes)
-            job.end_pass()
-        job.warn_of_draws()
+        loss_sum = run_passes(job, technique, inputs, targets)
         if finish_vote:
             with peers.watch("stop vote"):
                 decision = finish_vote()
@@ -268,13 +231,11 @@ def train_one_epoch(job: Job, technique: Technique) -> int:
         with job.watch_gpu():
             (technique.update or update)(job, partial(job.check_gradients, loss_sum))
             job.guard.restore_buffers(job.scaler)
-        job.count_step()
-        if job.checks_buffers and not technique.sync_buffers:
-            from recipes.common.models import buffers
-
-            job.checks_buffers = False
-            if text := buffers.warning(job.model, peers):
+        if job.is_unseen_model:
+            job.is_unseen_model = False
+            for text in warnings_after_passes(job, compares_buffers=not technique.sync_buffers):
                 job.say(text)
+        job.count_step()
         if job.is_log_due():
             # Log: sums the ranks' parts of the global batch's loss: 4 bytes a rank, once in --log-every steps.
             with peers.watch("metrics"):
@@ -287,6 +248,17 @@ def train_one_epoch(job: Job, technique: Technique) -> int:
             save_checkpoint(job, technique)
     job.pause()
     return decision
+
+
+def run_passes(job: Job, technique: Technique, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Add the gradients of a step's passes; return this rank's part of the loss. Call it on all ranks."""
+    loss_sum, passes = torch.zeros((), device=job.device), job.args.accumulate_steps
+    parts = [split_into_groups(tensor, job.args).tensor_split(passes) for tensor in (inputs, targets)]
+    for number, part in enumerate(zip(*parts, strict=True), 1):
+        some_inputs, some_targets = (groups.flatten(0, 1) for groups in part)
+        loss_sum += technique.forward_backward(some_inputs, some_targets, number == passes)
+        job.end_pass()
+    return loss_sum
 
 
 def split_into_groups(samples: Tensor, args: Options) -> Tensor:

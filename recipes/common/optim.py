@@ -115,7 +115,7 @@ def optimizer_step(
     parameters: Iterable[nn.Parameter],
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
-    allows: Callable[[Sequence[Tensor]], bool] = lambda gradients: True,
+    allows: Callable[[Sequence[Tensor]], bool],
 ) -> None:
     """Unscale and clip the gradients, step if allows(gradients), and clear them.
 

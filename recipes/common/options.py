@@ -423,7 +423,7 @@ class Options(TrainingOptions):
 T = TypeVar("T")
 
 
-def parse(kind: type[T], recipe: str, doc: str | None, argv: Sequence[str] | None) -> T:
+def parse(kind: type[T], recipe: str, doc: str | None, argv: Sequence[str] | None = None) -> T:
     """Return a recipe's options from the command line and a --config file, which the command line overrides.
 
     Args:

@@ -10,6 +10,7 @@ Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.htm
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +27,7 @@ from recipes.common.process.signals import Stop
 from recipes.common.world.devices import choose_devices
 from recipes.common.world.peers import Peers
 
-
-def options(argv: Sequence[str] | None = None) -> Options:
-    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
-    return parse(Options, "dataparallel", __doc__, argv)
+options = partial(parse, Options, "dataparallel", __doc__)
 
 
 class Autocast(nn.Module):

@@ -22,11 +22,10 @@ from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, choice, option, parse, positive_float, positive_int, switch
-from recipes.common.parallel.buckets import NO_BUFFER_SYNC, check_complete, checked_buffers, settle_buckets
+from recipes.common.parallel.buckets import check_complete, settle_buckets, wrap_in_ddp
 from recipes.common.process.entry import run_main
-from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
-from recipes.common.world.world import World, connected_world
+from recipes.common.world.world import World, train_as_rank
 
 
 @dataclass(frozen=True)
@@ -62,9 +61,7 @@ class DDPOptions(Options):
         return super().takes_sparse_gradients and self.grad_compression == "none"
 
 
-def options(argv: Sequence[str] | None = None) -> DDPOptions:
-    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
-    return parse(DDPOptions, "ddp", __doc__, argv)
+options = partial(parse, DDPOptions, "ddp", __doc__)
 
 
 def wrap(model: nn.Module, args: DDPOptions, world: World, data: Data) -> DistributedDataParallel:
@@ -76,15 +73,13 @@ def wrap(model: nn.Module, args: DDPOptions, world: World, data: Data) -> Distri
         model = sync_batch_norm(model, world)
     # DDP: construction broadcasts rank 0's parameters. Backward then averages a bucket of gradients (a
     # ring all-reduce: 2 (N-1)/N of its bytes per rank) while the layers before it are still computing.
-    with checked_buffers(args):
-        ddp = DistributedDataParallel(
-            model,
-            device_ids=[world.device.index] if world.device.type == "cuda" else None,
-            **NO_BUFFER_SYNC,  # evaluate() in loop.py syncs buffers, once an epoch instead of once a step
-            gradient_as_bucket_view=True,  # the gradients are the buckets: no second copy of the model's size
-            # Ranks wait for the last bucket: 4 MB take 33 ms at 1 Gbit/s. With NCCL, torch's default sizes apply.
-            bucket_cap_mb=args.bucket_cap_mb or (4 if world.device.type == "cpu" else None),
-        )
+    ddp = wrap_in_ddp(
+        model,
+        args,
+        device_ids=[world.device.index] if world.device.type == "cuda" else None,
+        # Ranks wait for the last bucket: 4 MB take 33 ms at 1 Gbit/s. With NCCL, torch's default sizes apply.
+        bucket_cap_mb=args.bucket_cap_mb or (4 if world.device.type == "cpu" else None),
+    )
     if args.deterministic:
         settle_buckets(ddp, data, world.device)
     if args.grad_compression != "none":
@@ -138,11 +133,8 @@ def train(args: DDPOptions, recipe: str, world: World, stop: Stop) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train with the options in argv; call it on every rank."""
-    args = options(argv)
-    stop = Stop()
     # DDP: a launcher (torchrun, srun, mpirun) gives each process its rank.
-    with connected_world(args, read_ranks("ddp")) as world:
-        train(args, "ddp", world, stop)
+    train_as_rank("ddp", options(argv), lambda args, world, stop: train(args, "ddp", world, stop))
 
 
 if __name__ == "__main__":

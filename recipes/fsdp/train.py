@@ -39,11 +39,10 @@ from recipes.common.parallel.buckets import FIX_MISSING, Named, missing_gradient
 from recipes.common.parallel.mesh import grid_mesh
 from recipes.common.parallel.sharding import gather_state, own_shards, own_state, read_shards, update, write_shards
 from recipes.common.process.entry import run_main
-from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
 from recipes.common.world.agreement import raise_on_all_ranks, run_on_all_ranks
 from recipes.common.world.peers import Peers
-from recipes.common.world.world import World, connected_world
+from recipes.common.world.world import World, train_as_rank
 from recipes.fsdp.initialise import Shards, build_shards, materialise
 
 
@@ -87,9 +86,7 @@ class FSDPOptions(Options):
             raise UserError(f"--replicas {self.replicas} does not divide {world_size} processes; {fix}")
 
 
-def options(argv: Sequence[str] | None = None) -> FSDPOptions:
-    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
-    return parse(FSDPOptions, "fsdp", __doc__, argv)
+options = partial(parse, FSDPOptions, "fsdp", __doc__)
 
 
 def build_mesh(args: FSDPOptions, world: World) -> DeviceMesh:
@@ -102,22 +99,22 @@ def build_mesh(args: FSDPOptions, world: World) -> DeviceMesh:
     return grid_mesh(args, world, world.world_size // args.replicas, ("replicate", "shard"))
 
 
-def build(args: FSDPOptions, data: Data, world: World) -> tuple[nn.Module, Shards | str]:
+def build(args: FSDPOptions, data: Data, world: World) -> tuple[nn.Module, Shards, str]:
     """Return the model on the meta device, and this rank's rows of the weights that --seed gives the whole model.
 
-    If the rows cannot be computed alone, return the whole model on the CPU, and the reason.
+    If the rows cannot be computed alone, return the whole model on the CPU, no rows, and the reason.
     """
     contiguous = replace(args, channels_last=False)  # a shard is rows of contiguous parameters
     count = world.world_size // args.replicas
     try:
         model, shards = build_shards(lambda: make_model(contiguous, data), world.rank % count, count)
         if args.has_user_code:
-            check_fit(copy.deepcopy(model).to("meta"), args, data)
-        return model, shards
+            check_fit(copy.deepcopy(model).to("meta"), args, data, world.device)
+        return model, shards, ""
     except Exception as error:  # missing values cause any; build_model() raises the model's own errors again
         cause = error.__cause__ or error  # of an error in the user's code
         reason = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
-        return build_model(contiguous, data, world.device), reason
+        return build_model(contiguous, data, world.device), {}, reason
 
 
 def blocks(module: nn.Module) -> Iterator[nn.Module]:
@@ -291,17 +288,17 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
     """Train with the given options; call it on all ranks."""
     data = load_checked_data(args, "fsdp", world, stop)
     with world.watch("model", computes=True):
-        model, shards = run_on_all_ranks(lambda: build(args, data, world), world)
+        model, shards, why_whole = run_on_all_ranks(lambda: build(args, data, world), world)
         if args.batchnorm_group:
             set_groups(model, args, world)
         parts = world.world_size * args.accumulate_steps
         run_on_all_ranks(lambda: check_parts(model, args, parts, data), world)
         module = wrap(model, args, world)
-        if not isinstance(shards, str):
+        if not why_whole:
             materialise(model, shards, torch.device("cpu") if args.cpu_offload else world.device)
         # FSDP: each rank sends whether its check_fit() saw the model without weights.
         needs_probe = is_user_code(args.model) and not args.compile
-        needs_probe = needs_probe and any(world.gather_objects(not isinstance(shards, str)))
+        needs_probe = needs_probe and any(world.gather_objects(not why_whole))
     # FSDP: the optimizer sees shards only, so its state is sharded too.
     optimizer = build_optimizer(args, model.parameters())
     job = Job(args, "fsdp", data, world, model, optimizer, build_scaler(args, world.device), stop)
@@ -343,22 +340,17 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
     begin_run(job, partial(read_shards, model), partial(own_shards, model))
     if args.sharded_checkpoints:
         write_shards(job, world.with_own_group(args, job.disk_s))
-    if isinstance(shards, str):
+    if why_whole:
         what = "note: the model was built whole on each rank before it was sharded"
-        job.say(f"{what} ({shards}); see recipes/fsdp/README.md")
+        job.say(f"{what} ({why_whole}); see recipes/fsdp/README.md")
     train_epochs(job, technique)
     job.finish(sample_on_all_ranks=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train with the options in argv; call it on every rank."""
-    args = options(argv)
-    stop = Stop()
     # FSDP: a launcher (torchrun, srun, mpirun) gives each process its rank.
-    ranks = read_ranks("fsdp")
-    args.check_world_size(ranks.world_size)
-    with connected_world(args, ranks) as world:
-        train(args, world, stop)
+    train_as_rank("fsdp", options(argv), train)
 
 
 if __name__ == "__main__":

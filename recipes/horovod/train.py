@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -55,9 +56,7 @@ class HorovodOptions(Options):
         return super().takes_sparse_gradients and self.compression == "none"
 
 
-def options(argv: Sequence[str] | None = None) -> HorovodOptions:
-    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
-    return parse(HorovodOptions, "horovod", __doc__, argv)
+options = partial(parse, HorovodOptions, "horovod", __doc__)
 
 
 @dataclass(frozen=True)

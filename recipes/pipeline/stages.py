@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.common.data import EVAL_BATCH_SIZE, Data
-from recipes.common.parallel.buckets import NO_BUFFER_SYNC, check_complete, checked_buffers
+from recipes.common.parallel.buckets import check_complete, wrap_in_ddp
 from recipes.pipeline.grid import Grid, PipelineOptions
 from recipes.pipeline.partition import Part, PartModule, row_major
 
@@ -35,13 +35,8 @@ def wrap(module: nn.Module, args: PipelineOptions, world: Grid) -> DistributedDa
     """Wrap a part of the model so that its gradients are averaged over the replicas; call it on all replicas."""
     # DDP: construction broadcasts replica 0's parameters within this stage's column of the mesh. The last backward
     # pass of a step then averages the gradients there (a ring all-reduce: 2 (N-1)/N of their bytes per rank).
-    with checked_buffers(args):
-        return DistributedDataParallel(
-            module,  # no device_ids: the part is on its device already, in-process even on several
-            process_group=world.mesh.get_group("dp"),
-            **NO_BUFFER_SYNC,  # evaluate() syncs buffers, once an epoch instead of once a step
-            gradient_as_bucket_view=True,  # the gradients are the buckets: no second copy of the model's size
-        )
+    # No device_ids: the part is on its device already, in-process even on several.
+    return wrap_in_ddp(module, args, process_group=world.mesh.get_group("dp"))
 
 
 def batch_sizes(args: PipelineOptions, data: Data, world: Grid) -> tuple[int, int]:

@@ -27,11 +27,10 @@ from recipes.common.nonfinite import NonFiniteError
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import is_user_code, parse
 from recipes.common.process.entry import run_main
-from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
 from recipes.common.seeding import choose_kernels
 from recipes.common.world.agreement import load_same_data, raise_on_all_ranks, run_on_all_ranks, shard
-from recipes.common.world.world import NO_PICKLE, World, connected_world
+from recipes.common.world.world import NO_PICKLE, World, train_as_rank
 from recipes.pipeline import partition
 from recipes.pipeline.grid import PARTS_PER_STAGE, Grid, PipelineOptions, build_grid
 from recipes.pipeline.partition import Part
@@ -40,9 +39,7 @@ from recipes.pipeline.stages import InProcessPipeline, RankPipeline, batch_sizes
 Pipeline = RankPipeline | InProcessPipeline
 
 
-def options(argv: Sequence[str] | None = None) -> PipelineOptions:
-    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
-    return parse(PipelineOptions, "pipeline", __doc__, argv)
+options = partial(parse, PipelineOptions, "pipeline", __doc__)
 
 
 def build_sequence(args: PipelineOptions, data: Data, device: torch.device) -> nn.Module:
@@ -203,12 +200,8 @@ def train(args: PipelineOptions, world: World, stop: Stop) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train with the options in argv; call it on every rank."""
     args = options(argv)
-    stop = Stop()
     # DDP: a launcher (torchrun, srun, mpirun) gives each process its rank.
-    ranks = read_ranks("pipeline")
-    args.check_world_size(ranks.world_size)
-    with connected_world(args, ranks, devices_per_rank=args.stages // args.stages_in_ranks) as world:
-        train(args, world, stop)
+    train_as_rank("pipeline", args, train, devices_per_rank=args.stages // args.stages_in_ranks)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,9 +60,7 @@ class ProbeOptions:
     nproc_per_node: int = option(1, positive_int, "spawn: ranks here", "N")
 
 
-def options(argv: Sequence[str] | None = None) -> ProbeOptions:
-    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
-    return parse(ProbeOptions, "probe", __doc__, argv)
+options = partial(parse, ProbeOptions, "probe", __doc__)
 
 
 class TorchWorld:

@@ -24,10 +24,9 @@ from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, one_of, option, parse, switch
 from recipes.common.parallel.buckets import find_unused
 from recipes.common.process.entry import run_main
-from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
 from recipes.common.world.agreement import shard
-from recipes.common.world.world import World, connected_world
+from recipes.common.world.world import World, train_as_rank
 
 Message = tuple[Tensor, int]
 """A tensor and the rank that it goes to or comes from."""
@@ -48,9 +47,7 @@ class ScratchOptions(Options):
         return False
 
 
-def options(argv: Sequence[str] | None = None) -> ScratchOptions:
-    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
-    return parse(ScratchOptions, "scratch", __doc__, argv)
+options = partial(parse, ScratchOptions, "scratch", __doc__)
 
 
 @dataclass
@@ -207,12 +204,9 @@ def train(args: ScratchOptions, world: World, stop: Stop) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train with the options in argv; call it on every rank."""
-    args = options(argv)
-    stop = Stop()
     # Scratch: a launcher (torchrun, srun, mpirun) gives each process its rank. Gloo (CPUs) and NCCL (GPUs) can
     # both send and receive, which is all that this recipe needs.
-    with connected_world(args, read_ranks("scratch")) as world:
-        train(args, world, stop)
+    train_as_rank("scratch", options(argv), train)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ Success: the last line is `result recipe=single world_size=1 test_accuracy=0.98.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -21,10 +22,7 @@ from recipes.common.process.signals import Stop
 from recipes.common.world.devices import choose_devices
 from recipes.common.world.peers import Peers
 
-
-def options(argv: Sequence[str] | None = None) -> Options:
-    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
-    return parse(Options, "single", __doc__, argv)
+options = partial(parse, Options, "single", __doc__)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

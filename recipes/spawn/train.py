@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import connection
 from multiprocessing.synchronize import Event
 from types import FrameType
@@ -54,9 +55,7 @@ class SpawnOptions(DDPOptions):
     rdzv_timeout_s: int = option(300, positive_int, "longest wait for node 0 to answer", "S")
 
 
-def options(argv: Sequence[str] | None = None) -> SpawnOptions:
-    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
-    return parse(SpawnOptions, "spawn", __doc__, argv)
+options = partial(parse, SpawnOptions, "spawn", __doc__)
 
 
 def run_rank(args: SpawnOptions, ranks: Ranks, has_met: Event | None = None) -> None:

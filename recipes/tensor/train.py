@@ -30,10 +30,9 @@ from recipes.common.options import Options, option, parse, positive_int, switch
 from recipes.common.parallel import sharding
 from recipes.common.parallel.mesh import grid_mesh
 from recipes.common.process.entry import run_main
-from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
 from recipes.common.world.agreement import run_on_all_ranks, shard
-from recipes.common.world.world import World, connected_world
+from recipes.common.world.world import World, train_as_rank
 from recipes.tensor.plans import packed_boxes, parallelize, reorder_packed
 
 BUCKET_BYTES = 25 * 2**20
@@ -76,9 +75,7 @@ class TensorOptions(Options):
             )
 
 
-def options(argv: Sequence[str] | None = None) -> TensorOptions:
-    """Return this recipe's options; raises UserError if they are invalid or do not combine."""
-    return parse(TensorOptions, "tensor", __doc__, argv)
+options = partial(parse, TensorOptions, "tensor", __doc__)
 
 
 class GradientSum:
@@ -220,13 +217,8 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train with the options in argv; call it on every rank."""
-    args = options(argv)
-    stop = Stop()
     # Tensor: a launcher (torchrun, srun, mpirun) gives each process its rank.
-    ranks = read_ranks("tensor")
-    args.check_world_size(ranks.world_size)
-    with connected_world(args, ranks) as world:
-        train(args, world, stop)
+    train_as_rank("tensor", options(argv), train)
 
 
 if __name__ == "__main__":

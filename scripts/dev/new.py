@@ -15,7 +15,7 @@ from scripts.launch.command import ROOT, check_names, command, recipes
 SOURCES = ("ddp", "apex", "fsdp", "tensor", "pipeline", "scratch")
 """Recipes whose ranks torchrun starts; launch files start each of the others in its own way, by its name."""
 
-CALLS = "parse|read_ranks|load_same_data|load_data_and_model|Job|train"
+CALLS = "partial|train_as_rank|load_same_data|load_data_and_model|Job|train"
 """Functions that take the recipe's name as an argument."""
 
 TEST = '''"""{name} against the one-process run, at 1, 2 and 3 processes: the same losses and the same evaluation.
@@ -65,7 +65,7 @@ def rename(text: str, source: str, name: str) -> str:
     """Return a recipe's file with the recipe's name changed wherever it means the recipe."""
     for before in ("RECIPE=", "recipe=", "recipes/", r"recipes\."):
         text = re.sub(rf"(?<={before}){source}\b", name, text)
-    text = re.sub(rf'(\b(?:{CALLS})\((?:\w+, )?)"{source}"', rf'\1"{name}"', text)
+    text = re.sub(rf'(\b(?:{CALLS})\((?:\w+, )*)"{source}"', rf'\1"{name}"', text)
     return re.sub(rf"\A# {source}\b", f"# {name}", text)
 
 

@@ -21,7 +21,7 @@ from recipes.common.process import entry
 from recipes.common.world import agreement, devices
 from recipes.common.world.devices import start_gpu
 from recipes.common.world.tree import broadcast_tree
-from tests.support import Ranks, is_equal, run_ranks, words_for
+from tests.support import Ranks, is_equal, start_run
 
 
 def my_rank():
@@ -85,8 +85,7 @@ def test_a_gpu_that_torch_counts_and_cannot_use(tmp_path):
 
 
 def test_cpus_can_be_asked_for_where_there_are_gpus(tmp_path):
-    argv = words_for(tmp_path, "cpu", "--max-steps", "1", "--device", "cpu")
-    run_ranks("ddp", argv, 2, tmp_path / "out", setup=see_one_gpu)
+    start_run("ddp", tmp_path, 2, "--max-steps", "1", "--device", "cpu", setup=see_one_gpu).wait(check=True)
 
 
 # ---- options, data, code and libraries
@@ -100,8 +99,7 @@ def change(name, value):
 
 
 def refusal_of(recipe, folder, **how):
-    argv = words_for(folder, recipe, "--max-steps", "1")
-    return Ranks(recipe, argv, 2, folder / "out", **how).wait().refusal
+    return start_run(recipe, folder, 2, "--max-steps", "1", **how).wait().refusal
 
 
 @pytest.mark.parametrize("recipe", ["ddp", "spawn", "apex", "pipeline", "scratch", "horovod"])
@@ -109,7 +107,7 @@ def test_other_options_on_a_rank(tmp_path, recipe):
     line = refusal_of(recipe, tmp_path, own_argv={1: ["--lr", "0.5", "--seed", "7"]})
     assert line.startswith("error: rank 1: --lr is 0.5 on ")
     assert line.endswith(", and 0.02 on rank 0; start all ranks with the same options, data, code and libraries")
-    assert not (tmp_path / recipe).exists(), "nothing was recorded"
+    assert not (tmp_path / "run").exists(), "nothing was recorded"
 
 
 @pytest.mark.parametrize("recipe", ["ddp", "pipeline"])
@@ -185,8 +183,8 @@ IMAGES = ("--data", "imagefolder", "--image-size", "16", "--global-batch-size", 
 
 
 def test_one_rank_walks_a_folder_that_all_ranks_see(images, tmp_path):
-    argv = words_for(tmp_path, "walk", *IMAGES, "--data-dir", str(images), "--max-steps", "1")
-    outcome = run_ranks("ddp", argv, 2, tmp_path / "out", setup=count_walks)
+    argv = (*IMAGES, "--data-dir", str(images), "--max-steps", "1")
+    outcome = start_run("ddp", tmp_path, 2, *argv, setup=count_walks).wait(check=True)
     assert [text.count("walked ") for text in outcome.outputs] == [1, 0]
 
 
@@ -195,12 +193,10 @@ def test_an_image_that_a_rank_lacks(images, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(images, copy)
     own = {0: ["--data-dir", str(images)], 1: ["--data-dir", str(copy)]}
-    argv = words_for(tmp_path, "same", *IMAGES, "--max-steps", "1")
-    run_ranks("ddp", argv, 2, tmp_path / "a", own_argv=own)
+    start_run("ddp", tmp_path, 2, *IMAGES, "--max-steps", "1", own_argv=own).wait(check=True)
     missing = sorted((copy / "train").rglob("*.*"))[3]
     missing.unlink()
-    argv = words_for(tmp_path, "less", *IMAGES)
-    line = Ranks("ddp", argv, 2, tmp_path / "b", own_argv=own).wait().refusal
+    line = start_run("ddp", tmp_path, 2, *IMAGES, name="less", own_argv=own).wait().refusal
     assert line.startswith(f"error: rank 1: --data-dir {copy} on ")
     assert f" lacks {missing.relative_to(copy)}, which rank 0 has; " in line
 
@@ -214,8 +210,7 @@ def lose_a_sample():
 
 
 def test_an_evaluation_that_leaves_a_sample_out_fails(tmp_path):
-    argv = words_for(tmp_path, "lossy", "--max-steps", "1")
-    outcome = Ranks("ddp", argv, 2, tmp_path / "out", setup=lose_a_sample).wait()
+    outcome = start_run("ddp", tmp_path, 2, "--max-steps", "1", setup=lose_a_sample).wait()
     assert set(outcome.statuses) == {1}, outcome.text
     assert "evaluated 359 samples and skipped 0 of 360" in outcome.outputs[0]
 
@@ -281,10 +276,9 @@ def watch_the_content():
 
 @pytest.mark.parametrize(("recipe", "world_size"), [("single", 1), ("dataparallel", 1), ("ddp", 2)])
 def test_no_copy_of_the_checkpoint_is_kept(tmp_path, recipe, world_size):
-    argv = words_for(tmp_path, recipe, "--resume", "auto", "--lr-schedule", "constant", "--epochs", "1")
-    run_ranks(recipe, [*argv, "--max-steps", "1"], world_size, tmp_path / "first")
-    words = [*argv, "--max-steps", "2"]
-    outcome = run_ranks(recipe, words, world_size, tmp_path / "out", setup=watch_the_content)
+    argv = ("--resume", "auto", "--lr-schedule", "constant", "--epochs", "1", "--max-steps")
+    start_run(recipe, tmp_path, world_size, *argv, "1").wait(check=True)
+    outcome = start_run(recipe, tmp_path, world_size, *argv, "2", setup=watch_the_content).wait(check=True)
     assert [text.splitlines().count("0 of 10 alive") for text in outcome.outputs] == [1] * world_size, outcome.text
 
 
@@ -299,6 +293,6 @@ def note_gathers():
 
 
 def test_a_pipeline_gathers_its_state_within_one_replica(tmp_path):
-    argv = words_for(tmp_path, "grid", "--max-steps", "1", "--num-microbatches", "2")
-    outcome = run_ranks("pipeline", argv, 4, tmp_path / "out", setup=note_gathers)
+    argv = ("--max-steps", "1", "--num-microbatches", "2")
+    outcome = start_run("pipeline", tmp_path, 4, *argv, setup=note_gathers).wait(check=True)
     assert [text.count("gathers from 2") for text in outcome.outputs] == [1, 1, 0, 0]

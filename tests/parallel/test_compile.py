@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._inductor.runtime.runtime_utils import default_cache_dir
 
-from tests.support import Ranks, run_ranks, words_for
+from tests.support import start_run
 
 STEPS = 3
 
@@ -37,10 +37,9 @@ ONE_PASS = {"tensor": ("--tensor-parallel", "1"), "pipeline": ("--stages", "1", 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_evaluation_goes_through_the_compiled_model(tmp_path, recipe):
     """The 360 test images make six batches of 64, as in training."""
-    words = words_for(
-        tmp_path, "run", "--compile", "--max-steps", str(STEPS), "--device", "cpu", *ONE_PASS.get(recipe, ())
-    )
-    run_ranks(recipe, words, 1, tmp_path / "out", setup=functools.partial(count_compiled_passes, tmp_path))
+    argv = ("--compile", "--max-steps", str(STEPS), "--device", "cpu", *ONE_PASS.get(recipe, ()))
+    setup = functools.partial(count_compiled_passes, tmp_path)
+    start_run(recipe, tmp_path, 1, *argv, setup=setup).wait(check=True)
     passes = [(tmp_path / name).stat().st_size / BLOCKS.get(recipe, 1) for name in ("train", "eval")]
     assert passes == [STEPS, 6]
 
@@ -55,7 +54,6 @@ def plant(folder):
 
 @pytest.mark.parametrize("recipe", ["ddp", "pipeline"])
 def test_code_that_another_user_may_have_planted_is_not_run(tmp_path, recipe):
-    words = words_for(tmp_path, "run", "--compile", "--max-steps", "1", "--device", "cpu")
-    outcome = Ranks(recipe, words, 2, tmp_path / "out", setup=functools.partial(plant, tmp_path)).wait()
-    assert outcome.statuses == [2, 2], outcome.text
-    assert f"error: --compile: {tmp_path}/torchinductor_" in outcome.text
+    argv = ("--compile", "--max-steps", "1", "--device", "cpu")
+    outcome = start_run(recipe, tmp_path, 2, *argv, setup=functools.partial(plant, tmp_path)).wait()
+    assert outcome.refusal.startswith(f"error: --compile: {tmp_path}/torchinductor_")

@@ -31,9 +31,8 @@ from tests.support import (
     losses,
     metrics,
     newest_checkpoint,
-    run_ranks,
+    start_run,
     weights,
-    words_for,
 )
 
 FP16, BF16 = 2.0**-11, 2.0**-8
@@ -144,12 +143,11 @@ def is_available(name):
 
 def launch(name, world_size, folder, *argv, interrupt=None):
     """Run a recipe with observe_steps() until it ends; return the run's folder and the ranks' Outcome."""
-    words = words_for(folder, "run", "--seed", str(SEED), "--device", "cpu", *argv)
     setup = functools.partial(observe.observe_steps, folder)
     # Time in ms between two rounds of Horovod's coordination; the default is 1, and a step would have many rounds.
-    env = {"HOROVOD_CYCLE_TIME": "10"}
-    outcome = run_ranks(name, words, world_size, folder, interrupt=interrupt, setup=setup, **env)
-    return folder / "run", outcome
+    how = {"interrupt": interrupt, "setup": setup, "HOROVOD_CYCLE_TIME": "10"}
+    job = start_run(name, folder, world_size, "--seed", str(SEED), "--device", "cpu", *argv, **how)
+    return folder / "run", job.wait(check=True)
 
 
 @pytest.fixture(scope="module")
@@ -388,10 +386,9 @@ def test_resnet18_has_one_curve_at_every_number_of_ranks(tmp_path):
     argv = ("--model", "resnet18", "--batchnorm-group", "8", "--lr", "0.2", "--max-steps", "3")
     runs = []
     for world_size in (1, 8):
-        words = words_for(tmp_path, f"run{world_size}", "--device", "cpu", *argv)
-        folder = tmp_path / str(world_size)
-        run_ranks("ddp", words, world_size, folder, setup=observe.compute_in_double)
-        runs.append(tmp_path / f"run{world_size}")
+        how = {"name": f"run{world_size}", "setup": observe.compute_in_double}
+        start_run("ddp", tmp_path, world_size, "--device", "cpu", *argv, **how).wait(check=True)
+        runs.append(tmp_path / how["name"])
     single, eight = runs
     assert losses(eight) == pytest.approx(losses(single), rel=1e-6)
     (ours,), (theirs,) = evaluations(eight), evaluations(single)

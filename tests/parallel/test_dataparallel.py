@@ -15,7 +15,7 @@ from tests.support import (
     losses,
     newest_checkpoint,
     run_command,
-    run_ranks,
+    start_run,
     train,
     weights,
 )
@@ -41,8 +41,7 @@ def test_bf16_equals_single(tmp_path):
 
 
 def test_one_device_is_said_to_be_single(tmp_path):
-    argv = ["--runs-dir", str(tmp_path), "--no-tensorboard", "--max-steps", "1"]
-    text = run_ranks("dataparallel", argv, 1, tmp_path / "out").outputs[0]
+    text = start_run("dataparallel", tmp_path, 1, "--max-steps", "1").wait(check=True).outputs[0]
     assert len(re.findall(r"^DataParallel has one device here .* RECIPE=single$", text, re.MULTILINE)) == 1
     assert text.splitlines()[-1].startswith("result recipe=dataparallel world_size=1 ")
 

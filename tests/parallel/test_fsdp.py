@@ -30,7 +30,7 @@ from recipes.fsdp.initialise import UnknownInitError, build_shards, rows
 from recipes.fsdp.train import blocks, build, build_mesh, options, wrap
 from tests import observe
 from tests.conftest import slow
-from tests.support import ROOT, Ranks, largest_difference, losses, metrics, run_ranks, train, weights, words_for
+from tests.support import ROOT, largest_difference, losses, metrics, run_ranks, start_run, train, weights
 
 DOCS = ("--data", "text", "--data-dir", str(ROOT / "docs"))
 TEXT = (*DOCS, "--model", "gpt-tiny", "--seq-len", "16", "--max-steps", "4", "--clip-grad-norm", "1")
@@ -81,10 +81,9 @@ def test_bf16_weights_are_half_the_bytes_and_gradients_all_of_them(tmp_path):
     """Two gathers and a sum of gradients, which gloo sends twice: fp32 sends 2 + 2, bf16 1 + 2 (NCCL: 3 and 2)."""
     sent = {}
     for amp in ("none", "bf16"):
-        words = words_for(tmp_path, amp, *TEXT, "--amp", amp, "--device", "cpu")
         (tmp_path / f"of-{amp}").mkdir()
         setup = functools.partial(observe.observe_steps, tmp_path / f"of-{amp}")
-        run_ranks("fsdp", words, 2, tmp_path / "out", setup=setup)
+        train("fsdp", tmp_path / amp, 2, *TEXT, "--amp", amp, "--device", "cpu", setup=setup)
         sent[amp] = sum(observe.sent_per_step(tmp_path / f"of-{amp}", 2))
     assert 0.64 < sent["bf16"] / sent["none"] < 0.78
 
@@ -116,9 +115,9 @@ def test_all_ranks_leave_out_a_step_of_which_one_has_a_bad_gradient(tmp_path):
     """A rank that checked only its own shards would step while the others skip."""
     runs = []
     for fault in (spoil_own_shards, leave_out):
-        words = ("--max-steps", "4", "--device", "cpu", "--on-nonfinite", "skip", "--optimizer", "adamw")
-        words = words_for(tmp_path, fault.__name__, *words)
-        outcome = run_ranks("fsdp", words, 2, tmp_path / "out", setup=functools.partial(fault, 3))
+        argv = ("--max-steps", "4", "--device", "cpu", "--on-nonfinite", "skip", "--optimizer", "adamw")
+        how = {"name": fault.__name__, "setup": functools.partial(fault, 3)}
+        outcome = start_run("fsdp", tmp_path, 2, *argv, **how).wait(check=True)
         assert ("warning: skipped step 3: " in outcome.outputs[0]) == (fault is spoil_own_shards)
         runs.append(tmp_path / fault.__name__)
     assert losses(runs[0]) == losses(runs[1])
@@ -137,9 +136,8 @@ def show_sampling(run):
 
 
 def test_the_result_is_there_before_ranks_sample_under_watch(tmp_path):
-    words = words_for(tmp_path, "run", *TEXT, "--max-steps", "1")
     setup = functools.partial(show_sampling, tmp_path / "run")
-    outcome = run_ranks("fsdp", words, 2, tmp_path / "out", setup=setup)
+    outcome = start_run("fsdp", tmp_path, 2, *TEXT, "--max-steps", "1", setup=setup).wait(check=True)
     for text in outcome.outputs:
         assert "in 'sample', inside: True, result: True\n" in text
     assert re.search(r"a sample\nresult recipe=fsdp world_size=2 .*\n$", outcome.outputs[0])
@@ -257,7 +255,7 @@ def test_batch_norm_keeps_fp32_beside_bf16(tmp_path, model):
     ],
 )
 def test_refusals(tmp_path, argv, message):
-    outcome = Ranks("fsdp", words_for(tmp_path, "run", "--device", "cpu", *argv), 3, tmp_path / "out").wait()
+    outcome = start_run("fsdp", tmp_path, 3, "--device", "cpu", *argv).wait()
     assert outcome.refusal.startswith(f"error: {message}")
 
 
@@ -347,9 +345,7 @@ def allocated(tensors):
 @pytest.mark.parametrize(("world_size", "argv"), [(3, ()), *slow((4, ("--replicas", "2")))])
 def test_each_rank_holds_its_share(tmp_path, world_size, argv):
     argv = (*TEXT, "--max-steps", "1", *argv)
-    words = words_for(tmp_path, "run", "--device", "cpu", *argv)
-    setup = functools.partial(note_bytes, tmp_path)
-    run_ranks("fsdp", words, world_size, tmp_path / "out", setup=setup)
+    train("fsdp", tmp_path, world_size, "--device", "cpu", *argv, setup=functools.partial(note_bytes, tmp_path))
     args = options([*argv])
     model = build_model(args, load_data(args, torch.device("cpu"), print))
     total = 4 * 4 * sum(parameter.numel() for parameter in model.parameters())  # AdamW keeps two numbers a weight
@@ -373,9 +369,8 @@ def note_restored_bytes(folder):
 
 
 def test_a_rank_keeps_its_share_of_a_checkpoint(single, tmp_path):
-    words = words_for(tmp_path, "run", "--device", "cpu", *TEXT, "--resume", str(single), "--max-steps", "5")
-    setup = functools.partial(note_restored_bytes, tmp_path)
-    run_ranks("fsdp", words, 3, tmp_path / "out", setup=setup)
+    argv = ("--device", "cpu", *TEXT, "--resume", str(single), "--max-steps", "5")
+    train("fsdp", tmp_path, 3, *argv, setup=functools.partial(note_restored_bytes, tmp_path))
     held = [int((tmp_path / f"bytes{rank}").read_text()) for rank in range(3)]
     total = 3 * sum(tensor.nbytes for name, tensor in weights(single).items() if name != "head.weight")
     assert total <= sum(held) <= 1.2 * total
@@ -457,6 +452,14 @@ class Sequence(nn.Sequential):
         super().__init__(nn.Flatten(), nn.Linear(64, 10))
 
 
+class Decides(Sequence):
+    """A model that returns no logits in evaluation, whose output has no gradient then."""
+
+    def forward(self, images):
+        logits = super().forward(images)
+        return logits if self.training else logits > 0
+
+
 class Named(nn.Module):
     """A model with blocks in a ModuleDict, which has no forward()."""
 
@@ -485,21 +488,25 @@ HERE = "tests.parallel.test_fsdp"
 def test_what_a_user_brings_is_built_in_shards_too(argv):
     args = options(argv)
     data = load_data(args, torch.device("cpu"), print)
-    model, shards = build(args, data, SimpleNamespace(rank=1, world_size=2, device=torch.device("cpu")))
+    model, shards, _ = build(args, data, SimpleNamespace(rank=1, world_size=2, device=torch.device("cpu")))
     assert all(parameter.is_meta for parameter in model.parameters())
     whole = dict(build_model(args, data).named_parameters())
     assert shards.keys() == whole.keys()
     assert all(torch.equal(own, rows(whole[name].detach(), 1, 2)) for name, own in shards.items())
 
 
-def test_a_model_of_a_user_that_does_not_fit_is_refused_as_ever():
-    args = options(["--model", f"{HERE}:Scaled", *DOCS])
-    with pytest.raises(UserError, match=f"--model {HERE}:Scaled on 2 samples, .* failed"):
-        build(
-            args,
-            load_data(args, torch.device("cpu"), print),
-            SimpleNamespace(rank=1, world_size=2, device=torch.device("cpu")),
-        )
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--model", f"{HERE}:Scaled", *DOCS], f"--model {HERE}:Scaled on 2 samples, .* failed"),
+        (["--model", f"{HERE}:Decides"], "has to return a scalar tensor that gradients come from"),
+    ],
+)
+def test_a_model_of_a_user_that_does_not_fit_is_refused_as_ever(argv, message):
+    args = options(argv)
+    data = load_data(args, torch.device("cpu"), print)
+    with pytest.raises(UserError, match=message):
+        build(args, data, SimpleNamespace(rank=1, world_size=2, device=torch.device("cpu")))
 
 
 def test_blocks_by_name_are_sharded(tmp_path):

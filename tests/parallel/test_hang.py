@@ -14,7 +14,7 @@ from recipes.common.record import resume
 from recipes.common.watch.timeouts import HANG_STATUS
 from recipes.tensor import train as tensor
 from tests.conftest import slow
-from tests.support import Interrupt, Ranks, local, newest_checkpoint, run_ranks, train, words_for
+from tests.support import Interrupt, local, newest_checkpoint, start_run, train, words_for
 
 TIMEOUT_S = 4
 WORDS = ("--timeout-s", str(TIMEOUT_S), "--epochs", "1000", "--device", "cpu")
@@ -59,8 +59,7 @@ def test_a_stopped_rank_ends_the_job_and_is_named(tmp_path):
 
 def interrupted(recipe, folder, world_size, interrupt, *argv):
     """Start ranks, some of which stop or sleep; return those that end, their one line, and the run."""
-    words = words_for(folder, "hung", *WORDS, *argv)
-    ranks = Ranks(recipe, words, world_size, folder / "output", interrupt=interrupt)
+    ranks = start_run(recipe, folder, world_size, *WORDS, *argv, interrupt=interrupt)
     awake = [rank for rank in range(world_size) if rank not in interrupt.ranks or interrupt.sleep_s]
     deadline = time.monotonic() + 40
     for rank in awake:
@@ -69,7 +68,7 @@ def interrupted(recipe, folder, world_size, interrupt, *argv):
     assert {ranks.processes[rank].exitcode for rank in awake} == {HANG_STATUS}, outputs
     ranks.kill()
     [line] = [line for output in outputs.values() for line in re.findall("error: .*", output)]
-    return awake, line, folder / "hung"
+    return awake, line, folder / "run"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +101,7 @@ def stay_away():
 
 def test_a_rank_that_does_not_come_to_make_groups_is_named(tmp_path):
     """The store's own time-out ends that wait, with another error than gloo's."""
-    ranks = Ranks("tensor", words_for(tmp_path, "run", *WORDS), 2, tmp_path / "out", setup=stay_away)
+    ranks = start_run("tensor", tmp_path, 2, *WORDS, setup=stay_away)
     ranks.processes[0].join(40)
     assert ranks.processes[0].exitcode == HANG_STATUS, ranks.output(0)
     ranks.kill()
@@ -126,8 +125,7 @@ def test_a_run_that_is_well_leaves_no_report_and_puts_an_old_one_away(tmp_path):
 def test_a_rank_that_others_wait_for_is_named_while_training(tmp_path, recipe):
     late = Interrupt(signal.SIGCONT, 0, [1], sleep_s=0.1)
     argv = ("--max-steps", "70", "--straggler-window-s", "2", "--device", "cpu")
-    words = words_for(tmp_path, "slow", *argv)
-    outcome = run_ranks(recipe, words, 3, tmp_path / "output", interrupt=late)
+    outcome = start_run(recipe, tmp_path, 3, *argv, interrupt=late).wait(check=True)
     pattern = r"^warning: rank (\d) on \S+ is slow: of a step of (\d+) ms, its own work takes (\d+) ms, "
     said = re.findall(pattern, outcome.outputs[0], re.MULTILINE)
     assert {rank for rank, *_ in said} == {"1"}, outcome.text
@@ -157,17 +155,17 @@ def slow_disk(bytes_per_s):
 )
 def test_ranks_wait_for_a_large_checkpoint(tmp_path, recipe, argv):
     """Written or read at 10 kB/s, LeNet's may take 26 s longer than --timeout-s."""
-    argv = words_for(tmp_path, "run", *WORDS, *argv, "--resume", "auto")
-    for step in (2, 4):
-        words, setup = [*argv, "--max-steps", str(step)], functools.partial(slow_disk, 1e4)
-        outcome = run_ranks(recipe, words, 2, tmp_path / str(step), setup=setup)
+    argv = (*WORDS, *argv, "--resume", "auto", "--max-steps")
+    for step in ("2", "4"):
+        setup = functools.partial(slow_disk, 1e4)
+        outcome = start_run(recipe, tmp_path, 2, *argv, step, setup=setup).wait(check=True)
     assert "resumed from" in outcome.outputs[0]
     assert newest_checkpoint(tmp_path / "run")["position"]["step"] == 4
 
 
 @pytest.mark.slow
 def test_a_write_that_takes_too_long_for_its_size_is_named(tmp_path):
-    words = words_for(tmp_path, "run", *WORDS, "--max-steps", "2")
-    outcome = Ranks("ddp", words, 2, tmp_path / "out", setup=functools.partial(slow_disk, 1e9)).wait()
+    setup = functools.partial(slow_disk, 1e9)
+    outcome = start_run("ddp", tmp_path, 2, *WORDS, "--max-steps", "2", setup=setup).wait()
     assert outcome.statuses == [HANG_STATUS] * 2, outcome.text
     assert re.search(r'error: rank 0 .*waited [45] s in "checkpoint"', outcome.text), outcome.text

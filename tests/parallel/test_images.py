@@ -16,7 +16,6 @@ from tests.images import CLASSES, VAL
 from tests.support import (
     TIMEOUT_S,
     Interrupt,
-    Ranks,
     accuracies,
     has_ended,
     is_equal,
@@ -24,10 +23,9 @@ from tests.support import (
     metrics,
     newest_checkpoint,
     run_command,
-    run_ranks,
+    start_run,
     train,
     wait_until,
-    words_for,
 )
 
 WORDS = ("--image-size", "32", "--global-batch-size", "8", "--lr", "0.01", "--seed", "1", "--epochs", "3")
@@ -85,7 +83,7 @@ def test_blocks_of_shards_give_one_curve(images, single, tmp_path):
     argv = (*argv, "--shuffle-block", "4")
     whole = train("single", tmp_path / "single", 1, *argv)
     when = Interrupt(signal.SIGTERM, 4)  # in the second epoch
-    run_ranks("ddp", words_for(tmp_path, "ddp-3", *argv), 2, tmp_path / "first", interrupt=when)
+    start_run("ddp", tmp_path, 2, *argv, name="ddp-3", interrupt=when).wait(check=True)
     run = train("ddp", tmp_path, 3, *argv, "--resume", "auto")
     assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
     assert losses(run) != pytest.approx(losses(single()), rel=1e-3)
@@ -95,7 +93,7 @@ def test_blocks_of_shards_give_one_curve(images, single, tmp_path):
 def test_the_same_goes_on_after_an_interruption(images, single, tmp_path):
     argv = (*WORDS, "--data-dir", str(images), "--workers", "1")
     when = Interrupt(signal.SIGTERM, 4)  # in the second epoch
-    run_ranks("ddp", words_for(tmp_path, "ddp-2", *argv), 2, tmp_path / "first", interrupt=when)
+    train("ddp", tmp_path, 2, *argv, interrupt=when)
     run = train("ddp", tmp_path, 2, *argv, "--resume", "auto")
     assert losses(run) == pytest.approx(losses(single()), rel=1e-5)
     whole = train("ddp", tmp_path / "whole", 2, *argv, "--workers", "0")
@@ -132,8 +130,8 @@ def spoilt(images, tmp_path):
 
 @pytest.mark.parametrize(("recipe", "world_size", "workers"), [("single", 1, 0), ("ddp", 2, 1)])
 def test_a_bad_image_is_named(spoilt, tmp_path, recipe, world_size, workers):
-    words = words_for(tmp_path, "bad", *WORDS, "--data-dir", str(spoilt), "--workers", str(workers))
-    outcome = Ranks(recipe, words, world_size, tmp_path / "out").wait()
+    argv = (*WORDS, "--data-dir", str(spoilt), "--workers", str(workers))
+    outcome = start_run(recipe, tmp_path, world_size, *argv).wait()
     assert str(spoilt / "train" / "class1" / "3.JPEG") in outcome.refusal
     assert "--skip-bad-images" in outcome.refusal
 
@@ -143,12 +141,11 @@ def test_a_bad_test_image_is_named_too(spoilt, images, single, tmp_path, recipe)
     shutil.copy(images / "train" / "class1" / "3.JPEG", spoilt / "train" / "class1" / "3.JPEG")
     bad = spoilt / "val" / "class2" / "1.JPEG"
     argv = (*WORDS, "--data-dir", str(spoilt), "--workers", "0", "--max-steps", "3")
-    words = words_for(tmp_path, f"{recipe}-2", *argv)
-    outcome = Ranks(recipe, words, 2, tmp_path / "out").wait()
+    run = tmp_path / f"{recipe}-2"
+    outcome = start_run(recipe, tmp_path, 2, *argv, name=run.name).wait()
     alone = "rank 1: " if recipe == "ddp" else ""  # whose share it is in; rank 0 prints the line
     assert outcome.refusal.startswith(f"error: {alone}{bad} does not decode")
     assert outcome.refusal in outcome.outputs[0]
-    run = tmp_path / f"{recipe}-2"
     assert newest_checkpoint(run)["position"] | {"best_score": 0.0} == {
         **{"step": 3, "epoch": 0, "averages": {}, "best_score": 0.0}
     }, "the steps are kept, the evaluation is not"
@@ -269,8 +266,8 @@ def wait_for_workers(rank):
 def test_workers_outlive_a_signal_to_all_processes(images, tmp_path):
     """Slurm may send a signal to each process of a job."""
     argv = (*WORDS, "--data-dir", str(images), "--workers", "2", "--epochs", "500")
-    job = Ranks("ddp", words_for(tmp_path, "ddp-2", *argv), 2, tmp_path / "out")
-    job.wait_for_step(tmp_path / "ddp-2", 2)
+    job = start_run("ddp", tmp_path, 2, *argv)
+    job.wait_for_step(tmp_path / "run", 2)
     workers = [process for rank in job.processes for process in wait_for_workers(rank)]
     for process in workers:
         process.send_signal(signal.SIGUSR1)
@@ -287,8 +284,8 @@ def test_workers_outlive_a_signal_to_all_processes(images, tmp_path):
 @pytest.mark.slow
 def test_workers_end_when_their_rank_is_killed(images, tmp_path):
     argv = (*WORDS, "--data-dir", str(images), "--workers", "2", "--epochs", "500")
-    job = Ranks("ddp", words_for(tmp_path, "ddp-2", *argv), 2, tmp_path / "out")
-    job.wait_for_step(tmp_path / "ddp-2", 2)
+    job = start_run("ddp", tmp_path, 2, *argv)
+    job.wait_for_step(tmp_path / "run", 2)
     workers = wait_for_workers(job.processes[0])
     job.send(signal.SIGKILL, [0])
     outcome = job.wait()

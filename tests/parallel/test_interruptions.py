@@ -22,7 +22,6 @@ from tests.conftest import slow
 from tests.support import (
     Command,
     Interrupt,
-    Ranks,
     accuracies,
     assert_same_run,
     contents,
@@ -34,6 +33,7 @@ from tests.support import (
     metrics,
     newest_checkpoint,
     run_ranks,
+    start_run,
     train,
     wait_until,
     weights,
@@ -71,10 +71,9 @@ def assert_equal_bits(run, other):
 
 def interrupt(recipe, folder, world_size, step, number, ranks, *argv, where="step"):
     """Train, send the ranks the signal after the step, and return the run's folder and the Outcome."""
-    words = words_for(folder, f"{recipe}-{world_size}", *WORDS, *argv)
-    when = Interrupt(number, step, ranks, where)
-    outcome = Ranks(recipe, words, world_size, folder / "interrupted", interrupt=when).wait()
-    return folder / f"{recipe}-{world_size}", outcome
+    name, when = f"{recipe}-{world_size}", Interrupt(number, step, ranks, where)
+    outcome = start_run(recipe, folder, world_size, *WORDS, *argv, name=name, interrupt=when).wait()
+    return folder / name, outcome
 
 
 def assert_checkpointed_and_left(run, outcome, signal_words, step):
@@ -87,6 +86,14 @@ def assert_checkpointed_and_left(run, outcome, signal_words, step):
     assert f"stopped by {signal_words}: wrote {path}\n" in outcome.outputs[0]
     assert f"resume with --name {run.name} --resume auto" in outcome.outputs[0]
     assert all(text == "" for text in outcome.outputs[1:]), "rank 0 alone prints"
+
+
+def assert_resumes_exactly(uninterrupted, folder, recipe, world_size, step, number, ranks, signal_words, *argv):
+    """Stop a run by a signal and resume it: it ends with the very bits of the uninterrupted one."""
+    run, outcome = interrupt(recipe, folder, world_size, step, number, ranks, *argv)
+    assert_checkpointed_and_left(run, outcome, signal_words, step)
+    assert train(recipe, folder, world_size, *WORDS, *argv, "--resume", "auto") == run
+    assert_equal_bits(run, uninterrupted(recipe, world_size, *argv))
 
 
 @pytest.mark.parametrize(
@@ -104,10 +111,7 @@ def assert_checkpointed_and_left(run, outcome, signal_words, step):
 )
 def test_a_stop_signal_saves_at_the_same_step_on_all_ranks(uninterrupted, tmp_path, number, ranks, signal_words):
     step = random.Random(f"{number} {ranks}").randrange(1, STEPS // 2)
-    run, outcome = interrupt("ddp", tmp_path, 2, step, number, ranks)
-    assert_checkpointed_and_left(run, outcome, signal_words, step)
-    assert train("ddp", tmp_path, 2, *WORDS, "--resume", "auto") == run
-    assert_equal_bits(run, uninterrupted("ddp", 2))
+    assert_resumes_exactly(uninterrupted, tmp_path, "ddp", 2, step, number, ranks, signal_words)
 
 
 REPLICAS = ("--global-batch-size", "48", "--num-microbatches", "2")
@@ -129,10 +133,8 @@ REPLICAS = ("--global-batch-size", "48", "--num-microbatches", "2")
 )
 def test_more_than_two_ranks_repeat_the_very_bits(uninterrupted, tmp_path, recipe, world_size, own):
     """Three or more numbers can be added in different orders."""
-    run, outcome = interrupt(recipe, tmp_path, world_size, 11, signal.SIGUSR1, None, *own)
-    assert_checkpointed_and_left(run, outcome, "SIGUSR1", 11)
-    train(recipe, tmp_path, world_size, *WORDS, *own, "--resume", "auto")
-    assert_equal_bits(run, uninterrupted(recipe, world_size, *own))
+    how = (11, signal.SIGUSR1, None, "SIGUSR1")
+    assert_resumes_exactly(uninterrupted, tmp_path, recipe, world_size, *how, *own)
 
 
 def test_single_saves_and_goes_on(uninterrupted, tmp_path):
@@ -203,10 +205,7 @@ def test_killed_before_any_checkpoint_starts_again(uninterrupted, tmp_path):
     ids=["accumulate-adamw", "zero-adamw", "fp16", "remainder"],
 )
 def test_resume_is_exact_with_options(uninterrupted, tmp_path, argv):
-    run, outcome = interrupt("ddp", tmp_path, 2, 17, signal.SIGUSR1, None, *argv)
-    assert_checkpointed_and_left(run, outcome, "SIGUSR1", 17)
-    train("ddp", tmp_path, 2, *WORDS, *argv, "--resume", "auto")
-    assert_equal_bits(run, uninterrupted("ddp", 2, *argv))
+    assert_resumes_exactly(uninterrupted, tmp_path, "ddp", 2, 17, signal.SIGUSR1, None, "SIGUSR1", *argv)
 
 
 @pytest.mark.parametrize(("first", "then"), [(2, 3), (3, 1)], ids=["2-to-3", "3-to-1"])
@@ -215,7 +214,7 @@ def test_another_number_of_processes_goes_on(uninterrupted, tmp_path, first, the
     run, outcome = interrupt("ddp", tmp_path, first, 20, signal.SIGUSR1, None)
     assert_checkpointed_and_left(run, outcome, "SIGUSR1", 20)
     step = newest_checkpoint(run)["position"]["step"]
-    run_ranks("ddp", words_for(tmp_path, run.name, *WORDS, "--resume", "auto"), then, tmp_path / "then")
+    start_run("ddp", tmp_path, then, *WORDS, "--resume", "auto", name=run.name).wait(check=True)
     whole = uninterrupted("ddp", first)
     assert losses(run)[:step] == losses(whole)[:step]
     assert_same_run(run, whole)
@@ -240,8 +239,7 @@ def test_a_run_that_lacks_only_its_evaluation_gets_it(uninterrupted, tmp_path):
 def test_sharded_and_whole_optimizers_read_each_other(uninterrupted, tmp_path, flags):
     before, after = flags
     run, _ = interrupt("ddp", tmp_path, 2, 20, signal.SIGUSR1, None, *before)
-    words = words_for(tmp_path, run.name, *WORDS, *after, "--resume", "auto")
-    run_ranks("ddp", words, 3, tmp_path / "then")
+    start_run("ddp", tmp_path, 3, *WORDS, *after, "--resume", "auto", name=run.name).wait(check=True)
     assert losses(run) == pytest.approx(losses(uninterrupted("ddp", 2)), rel=1e-5)
 
 
@@ -253,9 +251,8 @@ def test_resume_from_a_path_begins_a_new_run(uninterrupted, tmp_path):
     before = (run / "metrics.jsonl").read_bytes()
     step = newest_checkpoint(run)["position"]["step"]
     for source in (run, run / "checkpoints" / f"step-{step:09d}.pt"):
-        words = words_for(tmp_path, f"new-{source.suffix[1:]}", *WORDS, "--resume", str(source))
-        run_ranks("single", words, 1, tmp_path / "then")
         new = tmp_path / f"new-{source.suffix[1:]}"
+        start_run("single", tmp_path, 1, *WORDS, "--resume", str(source), name=new.name).wait(check=True)
         assert [line["step"] for line in metrics(new) if "loss" in line] == list(range(step + 1, STEPS + 1))
         ours, theirs = newest_checkpoint(new)["position"], torch.load(middle, weights_only=True)["position"]
         assert ours.pop("averages") == pytest.approx(theirs.pop("averages"), rel=1e-6)  # summed in other parts
@@ -280,8 +277,7 @@ def test_resume_of_a_finished_run_says_its_result_again(uninterrupted, tmp_path)
     before = contents(run)
     result = json.loads((run / "result.json").read_text())
     assert result["train_s"] > 0
-    words = words_for(tmp_path, "ddp-2", *WORDS, "--resume", "auto")
-    outcome = run_ranks("ddp", words, 3, tmp_path / "again")
+    outcome = start_run("ddp", tmp_path, 3, *WORDS, "--resume", "auto", name=run.name).wait(check=True)
     assert outcome.outputs[0].splitlines()[-1] == (
         f"result recipe=ddp world_size=2 test_accuracy={result['test_accuracy']:.4f} "
         f"samples_per_s={result['samples_per_s']:.0f} record={run}"

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from tests.conftest import slow
-from tests.support import Interrupt, Ranks, is_equal, metrics, newest_checkpoint, words_for
+from tests.support import Interrupt, is_equal, metrics, newest_checkpoint, start_run
 
 WORDS = ("--max-steps", "30", "--seed", "1", "--deterministic", "--device", "cpu", "--checkpoint-every", "1")
 BAD = 13
@@ -15,8 +15,8 @@ BAD = 13
 def spoilt(recipe, folder, world_size, where, ranks, *argv, name="run"):
     """Train with a fault at step BAD; return the Outcome and the run."""
     fault = Interrupt(signal.SIGCONT, BAD, ranks, where)
-    words = words_for(folder, name, *WORDS, *argv)
-    return Ranks(recipe, words, world_size, folder / f"out-{name}", interrupt=fault).wait(), folder / name
+    job = start_run(recipe, folder, world_size, *WORDS, *argv, name=name, interrupt=fault)
+    return job.wait(), folder / name
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_skip_equals_a_run_in_which_that_step_was_left_out(tmp_path, recipe, wor
 def test_a_loss_that_stays_bad_ends_a_run_that_skips(tmp_path):
     """Once the weights are bad, every step is."""
     argv = ("--on-nonfinite", "skip", "--lr", "1e30", "--warmup-steps", "0")
-    outcome = Ranks("ddp", words_for(tmp_path, "run", *WORDS, *argv), 2, tmp_path / "out").wait()
+    outcome = start_run("ddp", tmp_path, 2, *WORDS, *argv).wait()
     assert set(outcome.statuses) == {1}, outcome.text
     assert "; so were the 10 before it" in outcome.outputs[0]
 
@@ -89,9 +89,9 @@ def test_fp16_keeps_the_ways_of_its_scaler(tmp_path):
 
 def test_fp16_ends_once_its_scale_has_collapsed(tmp_path):
     """GradScaler skips every step silently, and its scale of 2^16 is below 1 after 17 steps."""
-    argv = [*WORDS, "--checkpoint-every", "0", "--amp", "fp16"]
+    argv = (*WORDS, "--checkpoint-every", "0", "--amp", "fp16")
     fault = Interrupt(signal.SIGCONT, 0, [1], "gradient")
-    outcome = Ranks("ddp", words_for(tmp_path, "run", *argv), 2, tmp_path / "out", interrupt=fault).wait()
+    outcome = start_run("ddp", tmp_path, 2, *argv, interrupt=fault).wait()
     assert outcome.statuses == [1, 1], outcome.text
     line = (
         "error: a gradient of step 17 is not finite; the loss scale has collapsed to 0.5, so steps change nothing"
@@ -102,6 +102,5 @@ def test_fp16_ends_once_its_scale_has_collapsed(tmp_path):
 
 
 def test_the_pipeline_refuses_to_skip(tmp_path):
-    words = words_for(tmp_path, "run", *WORDS, "--on-nonfinite", "skip")
-    refusal = Ranks("pipeline", words, 2, tmp_path / "out").wait().refusal
+    refusal = start_run("pipeline", tmp_path, 2, *WORDS, "--on-nonfinite", "skip").wait().refusal
     assert "error: --on-nonfinite skip: a stage sees its own gradients only; use stop" in refusal

@@ -10,16 +10,15 @@ from torch import nn
 
 from tests.conftest import slow
 from tests.support import (
-    Ranks,
     assert_same_run,
     largest_difference,
     losses,
     metrics,
     newest_checkpoint,
-    run_ranks,
+    optimizer_tensors,
+    start_run,
     train,
     weights,
-    words_for,
 )
 
 STEPS = ("--max-steps", "30", "--seed", "1")
@@ -32,14 +31,8 @@ RESNET = shlex.split(
 
 def assert_equal(run, expected, rel=1e-5):
     assert_same_run(run, expected, rel)
-    ours, theirs = (optimizer_state(newest_checkpoint(each)) for each in (run, expected))
+    ours, theirs = map(optimizer_tensors, (run, expected))
     assert largest_difference(ours, theirs) < rel * 10  # momenta add up ten gradients
-
-
-def optimizer_state(content):
-    """Return the optimizer's state by the parameter's index and the value's name."""
-    state = content["optimizer"]["state"]
-    return {f"{place}.{key}": value for place, values in state.items() for key, value in values.items()}
 
 
 @pytest.mark.parametrize(
@@ -94,8 +87,8 @@ def test_groups_of_batch_norm_have_no_warning_that_losses_depend_on_the_processe
     for argv, is_warned in (((), True), (("--batchnorm-group", "4"), False)):
         name = f"warned-{is_warned}"
         words = ("--model", "tests.parallel.test_fsdp:normed_model", "--max-steps", "1", *argv)
-        words = words_for(tmp_path, name, *words, "--split", "in-process", "--stages", "2")
-        outcome = run_ranks("pipeline", words, 1, tmp_path / f"output-{name}")
+        words += ("--split", "in-process", "--stages", "2")
+        outcome = start_run("pipeline", tmp_path, 1, *words, name=name).wait(check=True)
         assert ("losses depend on the number of processes" in outcome.outputs[0]) is is_warned
 
 
@@ -107,17 +100,17 @@ def test_bf16_follows_single(tmp_path):
 
 
 def test_a_signal_writes_a_checkpoint_that_another_grid_completes(single, tmp_path):
-    words = ["--runs-dir", str(tmp_path), "--no-tensorboard", "--log-every", "1", "--seed", "1"]
-    job = Ranks("pipeline", [*words, "--name", "stopped", "--epochs", "100000"], 4, tmp_path / "output")
+    words, run = ("--seed", "1", "--epochs", "100000"), tmp_path / "run"
+    job = start_run("pipeline", tmp_path, 4, *words)
     job.wait_for_text("stage 1")
     job.send(signal.SIGUSR1, ranks=[3])
     outcome = job.wait(check=True)
     assert "stopped by" in outcome.outputs[0]
-    step = newest_checkpoint(tmp_path / "stopped")["position"]["step"]
-    resumed = ["--name", "stopped", "--resume", "auto", "--max-steps", str(step + 5), "--epochs", "100000"]
-    run_ranks("pipeline", [*words, *resumed, "--stages", "1"], 2, tmp_path / "output-resumed")
-    assert newest_checkpoint(tmp_path / "stopped")["position"]["step"] == step + 5
-    assert len(losses(tmp_path / "stopped")) == step + 5
+    step = newest_checkpoint(run)["position"]["step"]
+    resumed = ("--resume", "auto", "--max-steps", str(step + 5), "--stages", "1")
+    start_run("pipeline", tmp_path, 2, *words, *resumed).wait(check=True)
+    assert newest_checkpoint(run)["position"]["step"] == step + 5
+    assert len(losses(run)) == step + 5
 
 
 @pytest.mark.parametrize(
@@ -138,8 +131,7 @@ def test_a_signal_writes_a_checkpoint_that_another_grid_completes(single, tmp_pa
     ],
 )
 def test_refuses_in_one_line(tmp_path, world_size, options, words):
-    argv = ["--runs-dir", str(tmp_path), *options]
-    outcome = Ranks("pipeline", argv, world_size, tmp_path / "output").wait()
+    outcome = start_run("pipeline", tmp_path, world_size, *options).wait()
     assert words in outcome.refusal
     assert outcome.outputs == [f"{outcome.refusal}\n", *[""] * (world_size - 1)]
 
@@ -163,23 +155,21 @@ def images_with_a_bad_one(tmp_path):
 
 @pytest.mark.slow
 def test_a_bad_image_ends_all_ranks_or_is_counted_once(images_with_a_bad_one, tmp_path):
-    words = ["--data", "imagefolder", "--data-dir", str(images_with_a_bad_one), "--runs-dir", str(tmp_path)]
-    words += shlex.split("--image-size 16 --workers 0 --global-batch-size 16 --max-steps 1 --no-tensorboard")
-    outcome = Ranks("pipeline", words, 4, tmp_path / "output").wait()
-    assert "04.png" in outcome.refusal
-    run_ranks("pipeline", [*words, "--skip-bad-images", "--name", "skipping"], 4, tmp_path / "output-skipping")
-    (epoch,) = [line for line in metrics(tmp_path / "skipping") if "test_accuracy" in line]
+    words = shlex.split("--data imagefolder --image-size 16 --workers 0 --global-batch-size 16 --max-steps 1")
+    words += ["--data-dir", str(images_with_a_bad_one)]
+    assert "04.png" in start_run("pipeline", tmp_path, 4, *words).wait().refusal
+    run = train("pipeline", tmp_path, 4, *words, "--skip-bad-images")
+    (epoch,) = [line for line in metrics(run) if "test_accuracy" in line]
     assert epoch["skipped_images"] == 1
     assert (4 * epoch["test_accuracy"]).is_integer()
 
 
 @pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written_ends_all_ranks(tmp_path):
-    words = ["--runs-dir", str(tmp_path), "--name", "full", "--epochs", "100000", "--no-tensorboard"]
-    job = Ranks("pipeline", words, 2, tmp_path / "output")
+    job = start_run("pipeline", tmp_path, 2, "--epochs", "100000")
     job.wait_for_text("epoch 2 ")
     # Rank 0 cannot remove this "leftover" of an earlier write, as on a disk that has become read-only.
-    (tmp_path / "full" / "checkpoints" / "blocked.tmp").mkdir()
+    (tmp_path / "run" / "checkpoints" / "blocked.tmp").mkdir()
     outcome = job.wait()
     assert "cannot write" in outcome.refusal
     assert not outcome.outputs[1]

@@ -25,7 +25,7 @@ from tests.support import (
     metrics,
     newest_checkpoint,
     run_command,
-    run_ranks,
+    start_run,
     train,
     words_for,
 )
@@ -59,14 +59,12 @@ REFUSED = {
 @pytest.mark.parametrize(("recipe", "world_size"), [("single", 1), ("ddp", 3)])
 def test_ranks_refuse_in_one_line(tmp_path, recipe, world_size, case):
     argv, words = REFUSED[case]
-    outcome = Ranks(recipe, words_for(tmp_path, "a", *argv), world_size, tmp_path / "out").wait()
-    assert_refused(outcome, words)
-    assert not (tmp_path / "a").exists(), "a refusal leaves no run behind"
+    assert_refused(start_run(recipe, tmp_path, world_size, *argv).wait(), words)
+    assert not (tmp_path / "run").exists(), "a refusal leaves no run behind"
 
 
 def test_what_the_number_of_ranks_forbids(tmp_path):
-    words = words_for(tmp_path, "a", "--global-batch-size", "8", "--accumulate-steps", "3")
-    outcome = Ranks("ddp", words, 3, tmp_path / "out").wait()
+    outcome = start_run("ddp", tmp_path, 3, "--global-batch-size", "8", "--accumulate-steps", "3").wait()
     assert_refused(outcome, "too small for 3 processes x 3 accumulation steps; use at least 9")
 
 
@@ -75,8 +73,8 @@ def test_what_the_number_of_ranks_forbids(tmp_path):
     [("single", 1, 1, 2), ("ddp", 2, 2, 4), ("ddp", 2, 3, 4), ("fsdp", 2, 2, 4), ("pipeline", 2, 4, 8)],
 )
 def test_batch_norm_of_one_sample_is_refused(tmp_path, recipe, world_size, batch, least):
-    argv = words_for(tmp_path, "a", "--model", "resnet18", "--global-batch-size", str(batch), "--max-steps", "1")
-    outcome = Ranks(recipe, argv, world_size, tmp_path / "out").wait()
+    argv = ("--model", "resnet18", "--global-batch-size", str(batch), "--max-steps", "1")
+    outcome = start_run(recipe, tmp_path, world_size, *argv).wait()
     assert_refused(outcome, f"batch norm of --model resnet18 needs two; give at least {least}")
 
 
@@ -87,8 +85,7 @@ def leave_at_once():
 def test_what_one_node_alone_refuses_is_printed_by_its_first_rank(tmp_path):
     """Rank 0 has valid options, and still waits for the others."""
     own = {rank: ["--epoch", "3"] for rank in (2, 3)}
-    words = words_for(tmp_path, "a", "--timeout-s", "60")
-    job = Ranks("ddp", words, 4, tmp_path / "out", nodes=2, own_argv=own, setup=leave_at_once)
+    job = start_run("ddp", tmp_path, 4, "--timeout-s", "60", nodes=2, own_argv=own, setup=leave_at_once)
     for process in job.processes[2:]:
         process.join(TIMEOUT_S)
     assert [process.exitcode for process in job.processes[2:]] == [2, 2]
@@ -105,8 +102,7 @@ def wait_long_with_signals_blocked():
 
 
 def test_a_launcher_ends_a_node_before_it_repeats_what_rank_0_has_printed(tmp_path):
-    argv = words_for(tmp_path, "a", "--epoch", "3")
-    job = Ranks("ddp", argv, 2, tmp_path / "out", nodes=2, setup=wait_long_with_signals_blocked)
+    job = start_run("ddp", tmp_path, 2, "--epoch", "3", nodes=2, setup=wait_long_with_signals_blocked)
     job.wait_for_text("ready", rank=1)
     job.processes[0].join(TIMEOUT_S)
     job.send(signal.SIGTERM, [1])
@@ -133,10 +129,9 @@ def test_a_taken_name_is_refused(trained, tmp_path):
 @pytest.mark.parametrize(("recipe", "world_size"), [("single", 1), ("ddp", 2)])
 def test_a_checkpoint_of_another_kind_of_run_is_refused(trained, tmp_path, recipe, world_size):
     """test_checkpoint.py has the other options that must be the same."""
-    resume = words_for(tmp_path, "a", "--seed", "1", "--resume", str(trained))
-    outcome = Ranks(recipe, resume, world_size, tmp_path / "out").wait()
+    outcome = start_run(recipe, tmp_path, world_size, "--seed", "1", "--resume", str(trained)).wait()
     assert_refused(outcome, "was written with --seed 0, this run has --seed 1")
-    assert not (tmp_path / "a").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_bad_checkpoints_are_passed_over_and_none_good_is_refused(trained, tmp_path):
@@ -145,8 +140,8 @@ def test_bad_checkpoints_are_passed_over_and_none_good_is_refused(trained, tmp_p
     assert [path.name for path in paths] == [f"step-{step:09d}.pt" for step in (25, 22, 20)]
     paths[0].write_bytes(paths[0].read_bytes()[:-100])
     paths[1].write_bytes(os.urandom(5000))
-    words = words_for(tmp_path, "ddp-2", "--max-steps", "25", "--deterministic", "--resume", "auto")
-    outcome = run_ranks("ddp", words, 2, tmp_path / "out")
+    argv = ("--max-steps", "25", "--deterministic", "--resume", "auto")
+    outcome = start_run("ddp", tmp_path, 2, *argv, name="ddp-2").wait(check=True)
     assert outcome.text.count("warning: skipped ") == 2
     assert f"resumed from {paths[2]} at step 20" in outcome.outputs[0]
     assert is_equal(newest_checkpoint(folder)["model"], newest_checkpoint(trained)["model"])
@@ -155,7 +150,7 @@ def test_bad_checkpoints_are_passed_over_and_none_good_is_refused(trained, tmp_p
     paths = sorted(folder.glob("checkpoints/step-*.pt"))
     for path in paths:
         path.write_bytes(b"")
-    outcome = Ranks("ddp", words, 2, tmp_path / "out").wait()
+    outcome = start_run("ddp", tmp_path, 2, *argv, name="ddp-2").wait()
     assert_refused(outcome, f"none of the {len(paths)} checkpoints in {folder / 'checkpoints'} is good")
     assert sorted(folder.glob("checkpoints/step-*.pt")) == paths, "they stay, for the next launch to find"
 
@@ -169,26 +164,26 @@ def test_a_full_disk_ends_all_ranks_and_spares_the_old_checkpoint(trained, tmp_p
     newest = max(folder.glob("checkpoints/step-*.pt"))
     before = newest.read_bytes()
     assert len(before) > 150_000
-    words = words_for(tmp_path, "ddp-2", "--max-steps", "60", "--resume", "auto")
-    outcome = Ranks("ddp", words, 2, tmp_path / "out", file_limit_bytes=100_000).wait()
+    argv = ("--max-steps", "60", "--resume", "auto")
+    outcome = start_run("ddp", tmp_path, 2, *argv, name="ddp-2", file_limit_bytes=100_000).wait()
     assert_refused(outcome, "step-000000044.pt: File too large; ")
     assert f"{newest} is intact: fix this, then add --resume auto" in outcome.outputs[0]
     assert newest.read_bytes() == before
     assert not list(folder.glob("checkpoints/*.tmp"))
-    train("ddp", tmp_path, 2, "--max-steps", "60", "--resume", "auto")  # once there is space, the run goes on
+    train("ddp", tmp_path, 2, *argv)  # once there is space, the run goes on
     assert last_step(folder) == 60
 
 
 def test_a_full_disk_in_single(tmp_path):
-    words = words_for(tmp_path, "a", "--max-steps", "30", "--checkpoint-every", "5", "--no-async-checkpoints")
-    outcome = Ranks("single", words, 1, tmp_path / "out", file_limit_bytes=100_000).wait()
+    argv = ("--max-steps", "30", "--checkpoint-every", "5", "--no-async-checkpoints")
+    outcome = start_run("single", tmp_path, 1, *argv, file_limit_bytes=100_000).wait()
     assert_refused(outcome, "step-000000005.pt: File too large; there is no earlier one")
-    assert last_step(tmp_path / "a") == 5, "the failure is a vote that ends the next step before it counts"
+    assert last_step(tmp_path / "run") == 5, "the failure is a vote that ends the next step before it counts"
 
 
 def test_a_metrics_file_that_cannot_grow_ends_all_ranks(tmp_path):
-    words = words_for(tmp_path, "a", "--global-batch-size", "16", "--max-steps", "60")  # an epoch has 89 steps
-    outcome = Ranks("ddp", words, 2, tmp_path / "out", file_limit_bytes=5000).wait()
+    argv = ("--global-batch-size", "16", "--max-steps", "60")  # an epoch has 89 steps
+    outcome = start_run("ddp", tmp_path, 2, *argv, file_limit_bytes=5000).wait()
     assert_refused(outcome, "metrics.jsonl: File too large")
 
 
@@ -359,7 +354,7 @@ def test_a_taken_port_without_our_launcher(taken_port, tmp_path, recipe):
 def test_a_lost_race_for_the_port_is_no_refusal(taken_port, tmp_path):
     """The launcher chose the port: status 75 makes it choose another."""
     env = {"MASTER_PORT": taken_port, "PORT_IS_CHOSEN": "1"}
-    job = Ranks("ddp", words_for(tmp_path, "a", "--timeout-s", "3"), 2, tmp_path / "out", **env)
+    job = start_run("ddp", tmp_path, 2, "--timeout-s", "3", **env)
     job.processes[0].join(30)
     assert job.processes[0].exitcode == 75, job.output(0)
     errors = [line for line in job.output(0).splitlines() if line.startswith("error: ")]
@@ -369,12 +364,11 @@ def test_a_lost_race_for_the_port_is_no_refusal(taken_port, tmp_path):
 
 @pytest.mark.slow
 def test_an_unreachable_head_without_our_launcher(tmp_path):
-    words = words_for(tmp_path, "a", "--timeout-s", "3")
-    job = Ranks("ddp", words, 2, tmp_path / "out", nodes=2)
+    job = start_run("ddp", tmp_path, 2, "--timeout-s", "3", nodes=2)
     job.send(signal.SIGKILL, [0])
     outcome = job.wait(timeout_s=40)
     assert outcome.statuses[1] == 1, outcome.text
-    (error,) = [line for line in outcome.outputs[1].splitlines() if line.startswith("error: ")]
+    (error,) = outcome.errors
     assert "rank 1 cannot meet the others at 127.0.0.1:" in error
     assert "Traceback" not in outcome.outputs[1]
 

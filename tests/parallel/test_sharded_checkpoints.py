@@ -20,14 +20,12 @@ from tests.parallel.test_fsdp import note_restored_bytes
 from tests.support import (
     ROOT,
     Interrupt,
-    Ranks,
     largest_difference,
     launches,
     losses,
     metrics,
-    run_ranks,
+    start_run,
     train,
-    words_for,
 )
 
 SHARDED = ("--sharded-checkpoints", "--device", "cpu")
@@ -122,9 +120,8 @@ def test_a_rank_reads_and_keeps_little_more_than_its_share(tmp_path, writer):
     numbers = sum(math.prod(ref["shape"]) for name, ref in content["model"].items() if name != "head.weight")
     counts = sum(entry["size"] for entry in files) - 12 * numbers  # AdamW: two numbers beside each weight
     assert 0 < counts < 1000, "the tied matrix once"
-    words = words_for(tmp_path, "run", *GPT, *DOCS, *SHARDED, "--resume", str(first), "--max-steps", "3")
-    setup = functools.partial(note_read_bytes, tmp_path)
-    run_ranks("fsdp", words, 3, tmp_path / "out", setup=setup)
+    argv = (*GPT, *DOCS, *SHARDED, "--resume", str(first), "--max-steps", "3")
+    train("fsdp", tmp_path, 3, *argv, setup=functools.partial(note_read_bytes, tmp_path))
     total = sum(entry["size"] for entry in files)
     for kind in ("bytes", "read"):
         found = [int((tmp_path / f"{kind}{rank}").read_text()) for rank in range(3)]
@@ -165,8 +162,7 @@ WAITS = ("--async-checkpoints", "--no-async-checkpoints")
     ids=["disk", "weights"],
 )
 def test_what_one_rank_meets_ends_the_job_in_one_line(tmp_path, setup, statuses, error, steps, wait):
-    words = words_for(tmp_path, "run", *STEPS, wait)
-    outcome = Ranks("fsdp", words, 2, tmp_path / "out", setup=setup).wait()
+    outcome = start_run("fsdp", tmp_path, 2, *STEPS, wait, setup=setup).wait()
     assert outcome.statuses == statuses, outcome.text
     assert outcome.text.count("error: ") == 1
     assert error in outcome.outputs[0]
@@ -180,8 +176,7 @@ def test_what_one_rank_meets_ends_the_job_in_one_line(tmp_path, setup, statuses,
 def test_a_rank_killed_in_a_save_costs_no_checkpoint(undisturbed, tmp_path, rank, count):
     """Each save flushes a shard file and the folder; rank 0 also flushes step-N.pt, and config.json before."""
     interrupt, wait = Interrupt(signal.SIGKILL, count, [rank], "fsync"), WAITS[count % 2]
-    words = words_for(tmp_path, "fsdp-3", *STEPS, wait)
-    outcome = Ranks("fsdp", words, 2, tmp_path / "out", interrupt=interrupt).wait()
+    outcome = start_run("fsdp", tmp_path, 2, *STEPS, wait, name="fsdp-3", interrupt=interrupt).wait()
     assert outcome.statuses[rank] == -signal.SIGKILL
     assert outcome.statuses[1 - rank] == 1, outcome.text
     run = tmp_path / "fsdp-3"
@@ -195,9 +190,8 @@ def test_a_rank_killed_in_a_save_costs_no_checkpoint(undisturbed, tmp_path, rank
 
 @pytest.mark.slow
 def test_a_stop_signal_leaves_a_sharded_checkpoint(undisturbed, tmp_path):
-    words = words_for(tmp_path, "fsdp-1", *STEPS)
     interrupt = Interrupt(signal.SIGUSR1, 5, [1])
-    run_ranks("fsdp", words, 2, tmp_path / "out", interrupt=interrupt)
+    start_run("fsdp", tmp_path, 2, *STEPS, name="fsdp-1", interrupt=interrupt).wait(check=True)
     assert end_of(tmp_path / "fsdp-1")["position"]["step"] == 6
     run = train("fsdp", tmp_path, 1, *STEPS, "--resume", "auto")
     assert len([line for line in metrics(run) if "loss" in line]) == 12

@@ -25,15 +25,13 @@ from tests.conftest import slow
 from tests.parallel.test_fsdp import allocated, note_bytes
 from tests.support import (
     ROOT,
-    Ranks,
     largest_difference,
     losses,
     metrics,
-    newest_checkpoint,
-    run_ranks,
+    optimizer_tensors,
+    start_run,
     train,
     weights,
-    words_for,
 )
 
 STEPS = ("--max-steps", "4", "--checkpoint-every", "2", "--clip-grad-norm", "1")
@@ -53,15 +51,9 @@ def single(request, tmp_path_factory):
     return argv, train("single", tmp_path_factory.mktemp(request.param), 1, *argv)
 
 
-def moments(run):
-    """Return the optimizer's tensors in a run's newest checkpoint, by parameter and name."""
-    state = newest_checkpoint(run)["optimizer"]["state"]
-    return {f"{number} {name}": value for number, values in state.items() for name, value in values.items()}
-
-
 def assert_same_end(run, whole):
     assert largest_difference(weights(run), weights(whole)) < 1e-5
-    assert largest_difference(moments(run), moments(whole)) < 1e-5
+    assert largest_difference(optimizer_tensors(run), optimizer_tensors(whole)) < 1e-5
     ours, theirs = metrics(run)[-1], metrics(whole)[-1]
     assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-5)
 
@@ -119,8 +111,7 @@ def test_shards_are_updated_as_on_a_gpu(single, tmp_path):
     """
     argv, whole = single
     for name, more in (("run", ()), ("later", ("--resume", str(whole / "checkpoints/step-000000002.pt")))):
-        words = words_for(tmp_path, name, *argv, *more)
-        run_ranks("tensor", words, 2, tmp_path / "out", setup=step_as_on_a_gpu)
+        start_run("tensor", tmp_path, 2, *argv, *more, name=name, setup=step_as_on_a_gpu).wait(check=True)
         found = {line["step"]: line["loss"] for line in metrics(tmp_path / name) if "loss" in line}
         assert found == pytest.approx(dict(list(enumerate(losses(whole), 1))[-len(found) :]), rel=1e-5)
         assert_same_end(tmp_path / name, whole)
@@ -166,8 +157,7 @@ def test_bf16_stays_close(tmp_path):
     ],
 )
 def test_refusals(tmp_path, world_size, argv, message):
-    words = words_for(tmp_path, "run", "--device", "cpu", *argv)
-    outcome = Ranks("tensor", words, world_size, tmp_path / "out").wait(60)
+    outcome = start_run("tensor", tmp_path, world_size, "--device", "cpu", *argv).wait(60)
     assert outcome.refusal.startswith(f"error: {message}")
 
 
@@ -208,8 +198,8 @@ class Forgetful(nn.Module):
 
 def test_a_parameter_that_one_replica_does_not_use_ends_the_job_with_its_name(tmp_path):
     """The other replica waits for the gradient, and ends as soon as that rank has gone."""
-    words = words_for(tmp_path, "run", "--device", "cpu", "--model", "tests.parallel.test_tensor:Forgetful")
-    outcome = Ranks("tensor", [*words, "--tensor-parallel", "1"], 2, tmp_path / "out").wait(60)
+    argv = ("--device", "cpu", "--model", "tests.parallel.test_tensor:Forgetful", "--tensor-parallel", "1")
+    outcome = start_run("tensor", tmp_path, 2, *argv).wait(60)
     assert outcome.statuses == [1, 2], outcome.text
     assert "error: seldom.weight got no gradient, so that replicas cannot sum it; use it in" in outcome.outputs[1]
     assert "error: rank 0" in outcome.outputs[0]
@@ -252,9 +242,8 @@ def test_activations_and_gradients_of_shards_cross_the_wire(tmp_path, replicas, 
     With bf16, the two all-reduces of the forward pass have two bytes per number.
     """
     own = (*GPT, "--global-batch-size", "8", "--device", "cpu", "--tensor-parallel", str(ranks), "--amp", amp)
-    words = words_for(tmp_path, "run", *own, "--max-steps", "5")
     setup = functools.partial(observe.observe_steps, tmp_path)
-    run_ranks("tensor", words, replicas * ranks, tmp_path, setup=setup)
+    train("tensor", tmp_path, replicas * ranks, *own, "--max-steps", "5", setup=setup)
     activations = 4 * 4 * (8 // replicas * 16 * 64 * (4 if amp == "none" else 3))
     expected = 2 * (ranks - 1) / ranks * activations + 2 * (replicas - 1) / replicas * gradient_bytes(ranks)[0]
     row = planned("tensor", replicas * ranks, *own)
@@ -282,10 +271,9 @@ def test_tokens_and_sums_of_the_vocabulary_cross_the_wire(tmp_path, replicas, ra
 
     A reduce-scatter should send one unit; gloo's sends two, because it is an all-reduce that keeps only a part.
     """
-    words = words_for(tmp_path, "run", *GPT, "--max-steps", "5", "--global-batch-size", "8", "--device", "cpu")
-    words += ["--tensor-parallel", str(ranks), *switches]
+    own = (*GPT, "--global-batch-size", "8", "--device", "cpu", "--tensor-parallel", str(ranks), *switches)
     setup = functools.partial(observe.observe_steps, tmp_path)
-    run_ranks("tensor", words, replicas * ranks, tmp_path, setup=setup)
+    train("tensor", tmp_path, replicas * ranks, *own, "--max-steps", "5", setup=setup)
     places, n = 8 // replicas * 16, replicas * ranks
     units = 4 * 8  # each of 4 blocks: 4 all-reduces, or 4 all-gathers and 4 reduce-scatters
     units += 2 if SEQUENCE in switches else 0  # the tokens before the head, their gradient after the embedding
@@ -329,8 +317,8 @@ def note_held(folder):
 )
 def test_the_plan_knows_what_ranks_hold_and_write(tmp_path, recipe, world_size, argv):
     argv = ["--data", "digits", *MODELS["vit-tiny"], "--device", "cpu", *argv]
-    words = words_for(tmp_path, "run", *argv, "--max-steps", "2", "--checkpoint-every", "1")
-    run_ranks(recipe, words, world_size, tmp_path / "out", setup=functools.partial(note_held, tmp_path))
+    setup = functools.partial(note_held, tmp_path)
+    run = train(recipe, tmp_path, world_size, *argv, "--max-steps", "2", "--checkpoint-every", "1", setup=setup)
     row = planned(recipe, world_size, *argv)
     memory, counts = row["memory_bytes"], 4 * 79  # AdamW counts the steps of each of 79 parameters
     held = [int((tmp_path / f"bytes{rank}").read_text()) for rank in range(world_size)]
@@ -339,7 +327,7 @@ def test_the_plan_knows_what_ranks_hold_and_write(tmp_path, recipe, world_size, 
     if recipe == "tensor":
         assert int((tmp_path / "sums0").read_text()) == memory["gradient_sums"]
     assert int((tmp_path / "host0").read_text()) == pytest.approx(row["checkpoint_host_bytes"], rel=0.01)
-    newest = max((tmp_path / "run" / "checkpoints").glob("step-*.pt"))
+    newest = max((run / "checkpoints").glob("step-*.pt"))
     if "--sharded-checkpoints" in argv:
         files = read_checkpoint(newest)["shards"]["files"]
         assert files[0]["size"] == max(file["size"] for file in files) == row["checkpoint_file_bytes"]

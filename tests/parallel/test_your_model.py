@@ -7,26 +7,25 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from recipes.common.errors import UserError
-from recipes.common.parallel.buckets import checked_buffers
+from recipes.common.parallel import buckets
 from recipes.single.train import options
 from tests.conftest import slow
 from tests.support import (
     ROOT,
-    Ranks,
     is_equal,
     largest_difference,
     losses,
     metrics,
     newest_checkpoint,
-    run_ranks,
+    start_run,
     train,
     weights,
-    words_for,
 )
 
 MINE, OWN_TASK = re.findall(r"```python\n(.*?)```", (ROOT / "docs/your-model.md").read_text(), re.DOTALL)
@@ -272,13 +271,10 @@ def run(folder):
     """Return a function that returns a recipe's run with some options; each is trained once."""
 
     def start(recipe, world_size, *argv):
-        name = f"{recipe}-{abs(hash(argv))}"
-        words = words_for(
-            folder, name, "--device", "cpu", "--global-batch-size", "48", *argv, *SAME.get(recipe, ())
-        )
-        setup = functools.partial(import_from, folder)
-        run_ranks(recipe, words, world_size, folder / f"output-{name}", setup=setup)
-        return folder / name
+        how = {"name": f"{recipe}-{abs(hash(argv))}", "setup": functools.partial(import_from, folder)}
+        argv = ("--device", "cpu", "--global-batch-size", "48", *argv, *SAME.get(recipe, ()))
+        start_run(recipe, folder, world_size, *argv, **how).wait(check=True)
+        return folder / how["name"]
 
     return functools.cache(start)
 
@@ -287,12 +283,10 @@ def run(folder):
 def start(folder, tmp_path):
     """Return a function that starts a recipe's ranks, with the user's module, for a run in tmp_path / "run"."""
 
-    def ranks(recipe, world_size, *argv, **env):
-        words = words_for(tmp_path, "run", "--device", "cpu", *argv)
-        setup = functools.partial(import_from, folder)
-        return Ranks(recipe, words, world_size, tmp_path / "out", setup=setup, **env)
-
-    return ranks
+    setup = functools.partial(import_from, folder)
+    return lambda recipe, world_size, *argv, **env: start_run(
+        recipe, tmp_path, world_size, "--device", "cpu", *argv, setup=setup, **env
+    )
 
 
 SPIRALS = shlex.split("--data mine:spirals --model mine:net --max-steps 36 --warmup-steps 9 --lr 0.1")
@@ -423,9 +417,10 @@ def test_a_model_that_two_equal_samples_do_not_probe_is_trained(start, recipe, c
     argv = (*SPIRALS, "--model", "mine:Odd", "--max-steps", "2", "--accumulate-steps", "2")
     outcome = start(recipe, 1 if recipe == "single" else 2, *argv, ODD=case).wait()
     assert "other samples of its batch" not in outcome.text
-    if any(outcome.statuses):  # such an output has no gradient, which fsdp does not see without weights
-        assert (case, recipe != "fsdp") == ("bool", True), outcome.text
+    if case == "bool":  # such an output has no gradient
         assert "loss_sum() has to return a scalar tensor that gradients come from" in outcome.refusal
+    else:
+        assert not any(outcome.statuses), outcome.text
 
 
 @pytest.mark.parametrize("recipe", ["ddp", *slow("fsdp", "scratch", "apex")])
@@ -566,24 +561,25 @@ def test_buffers_of_any_type_are_those_of_the_first_rank(run, recipe):
         ("pipeline", 2, "buffered", ("--stages", "1", "--num-microbatches", "1")),
         # The buffers are not in rank 0's stage.
         ("pipeline", 4, "buffered_at_the_end", ("--stages", "2")),
+        ("ddp", 2, "Quantised", ()),
     ],
 )
-def test_buffers_that_ddp_cannot_send_are_refused(start, recipe, ranks, model, argv):
+def test_tensors_that_ddp_cannot_send_are_refused(start, recipe, ranks, model, argv):
     who = "rank 1: " * (ranks == 4)
     job = start(recipe, ranks, *BUFFERED, "--model", f"mine:{model}", *argv)
     assert job.wait(60).refusal == (
-        f"error: {who}--model mine:{model}: DDP cannot send its int16 or float8 buffers over gloo; "
+        f"error: {who}--model mine:{model}: DDP cannot send its int16 or float8 tensors over gloo; "
         "use another dtype, or RECIPE=fsdp"
     )
 
 
-def test_buffers_that_nccl_cannot_send_are_refused_in_one_line_too():
+def test_tensors_that_nccl_cannot_send_are_refused_in_one_line_too(monkeypatch):
     said = "Input tensor data type is not supported for NCCL process group: Short"  # ProcessGroupNCCL.cpp
-    line = "^--model lenet: DDP cannot send its int16 or float8 buffers over NCCL; use another dtype, or"
-    with pytest.raises(UserError, match=line), checked_buffers(options([])):
-        raise TypeError(said)
-    with pytest.raises(TypeError, match="another"), checked_buffers(options([])):
-        raise TypeError("another")
+    line = "^--model lenet: DDP cannot send its int16 or float8 tensors over NCCL; use another dtype, or"
+    for text, kind, message in ((said, UserError, line), ("another", TypeError, "another")):
+        monkeypatch.setattr(buckets, "DistributedDataParallel", Mock(side_effect=TypeError(text)))
+        with pytest.raises(kind, match=message):
+            buckets.wrap_in_ddp(torch.nn.Linear(1, 1), options([]))
 
 
 @pytest.mark.parametrize("argv", [(), *slow((("--resume", "auto"),))])

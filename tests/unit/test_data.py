@@ -233,6 +233,12 @@ def test_missing_data_are_refused(tmp_path, name):
         load("--data", name, "--data-dir", str(tmp_path / "none"))
 
 
+def write_files(folder, *names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"x")
+
+
 class TestImageFolder:
     def load(self, folder):
         return load("--data", "imagefolder", "--data-dir", str(folder), "--workers", "0", "--image-size", "8")
@@ -250,19 +256,17 @@ class TestImageFolder:
     )
     def test_what_is_missing_is_named(self, tmp_path, files, words):
         for name in files:
-            path = tmp_path / name
-            (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
-            if not name.endswith("/"):
-                path.write_bytes(b"")
+            if name.endswith("/"):
+                (tmp_path / name).mkdir(parents=True)
+            else:
+                write_files(tmp_path, name)
         with pytest.raises(UserError, match=words) as caught:
             self.load(tmp_path)
         assert "\n" not in str(caught.value)
 
     @pytest.mark.parametrize("folder", ["train/a", "train/a/deep"])
     def test_a_folder_that_cannot_be_read_is_not_an_empty_one(self, tmp_path, monkeypatch, folder):
-        for name in ("train/a/0.jpg", "train/a/deep/1.jpg", "val/a/0.jpg"):
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_bytes(b"x")
+        write_files(tmp_path, "train/a/0.jpg", "train/a/deep/1.jpg", "val/a/0.jpg")
         scandir = os.scandir
 
         def fail(path):
@@ -297,9 +301,7 @@ class TestImageFolder:
         """Tools leave copies of images: Jupyter in .ipynb_checkpoints, macOS as ._photo.jpg."""
         odd = os.fsdecode(b"caf\xe9 au lait")  # Latin-1, as from an old archive
         hidden = ("train/.cache/x.jpg", "train/a/.ipynb_checkpoints/x.jpg", "train/a/._0.jpg")
-        for name in ("train/a/0.jpg", f"train/{odd}/0.jpg", "val/a/0.jpg", "more/9.jpg", *hidden):
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_bytes(b"x")
+        write_files(tmp_path, "train/a/0.jpg", f"train/{odd}/0.jpg", "val/a/0.jpg", "more/9.jpg", *hidden)
         (tmp_path / "train/a/more").symlink_to(tmp_path / "more")
         data = self.load(tmp_path)
         paths = [os.path.relpath(data.train.dataset.path(i), tmp_path) for i in range(len(data.train))]
@@ -307,9 +309,7 @@ class TestImageFolder:
 
     def test_links_that_lead_back_are_left_out(self, tmp_path):
         """A walk through two of them would visit each folder 2^40 times, until the system refuses the path."""
-        for name in ("train/a/0.jpg", "train/b/0.jpg", "val/a/0.jpg"):
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_bytes(b"x")
+        write_files(tmp_path, "train/a/0.jpg", "train/b/0.jpg", "val/a/0.jpg")
         for name, target in (("a/here", "."), ("a/up", ".."), ("a/b", "../b"), ("b/a", "../a"), ("all", ".")):
             (tmp_path / "train" / name).symlink_to(target)
         data = self.load(tmp_path)
@@ -318,18 +318,29 @@ class TestImageFolder:
 
     def test_the_fingerprint_is_that_of_the_names_wherever_they_are(self, tmp_path):
         for root, file in (("one", "0.jpg"), ("two", "0.jpg"), ("three", "1.jpg")):
-            for half in ("train", "val"):
-                (tmp_path / root / half / "a").mkdir(parents=True)
-                (tmp_path / root / half / "a" / file).write_bytes(b"x")
+            write_files(tmp_path / root, f"train/a/{file}", f"val/a/{file}")
         one, two, three = (self.load(tmp_path / name).train.fingerprint() for name in ("one", "two", "three"))
         assert one == two != three
+
+    def test_checks_before_the_training_get_no_image_that_does_not_decode(self, tmp_path):
+        """In its place, a batch has zeros, and a label that does not count."""
+        from PIL import Image
+
+        for name in ("train/a/0.png", "train/b/0.png", "train/c/0.png", "val/a/0.png"):
+            (tmp_path / name).parent.mkdir(parents=True)
+            Image.new("RGB", (9, 9), (255, 0, 0)).save(tmp_path / name)
+        (tmp_path / "train/a/0.png").write_bytes(b"no image")
+        images, labels = self.load(tmp_path).examples(2)
+        assert labels.tolist() == [1, 2]
+        assert images.ne(0).all()
+        for name in ("b", "c"):
+            (tmp_path / "train" / name / "0.png").write_bytes(b"no image")
+        assert self.load(tmp_path).examples(2)[1].tolist() == [SKIPPED, SKIPPED]
 
     @pytest.mark.parametrize("flags", [[], ["--skip-bad-images"]])
     def test_an_image_that_cannot_be_read_is_not_a_bad_one(self, tmp_path, monkeypatch, flags):
         """It ends the run even with --skip-bad-images, since the next launch may be able to read it."""
-        for name in ("train/a/0.jpg", "val/a/0.jpg"):
-            (tmp_path / name).parent.mkdir(parents=True)
-            (tmp_path / name).write_bytes(b"x")
+        write_files(tmp_path, "train/a/0.jpg", "val/a/0.jpg")
 
         def fail(path):
             raise OSError(errno.ESTALE, "Stale file handle", path)

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torchvision.ops import StochasticDepth
 
-from recipes.common.models import dropout
 from recipes.common.models.models import build_model
+from recipes.common.models.rank_dependence import dropout_warning
 from recipes.common.task import Classification
 from recipes.single.train import options
 from tests.conftest import refused
@@ -100,7 +100,7 @@ def test_a_model_that_draws_numbers_has_a_warning():
         *(nn.LSTM(2, 2, num_layers=2, dropout=0.1), StochasticDepth(0.1, "row")),
     )
     for layer in drawing:
-        said = dropout.warning(nn.Sequential(nn.Linear(2, 2), layer))
+        said = dropout_warning(nn.Sequential(nn.Linear(2, 2), layer))
         assert said.startswith("warning: dropout draws other numbers on each rank")
     still = (
         nn.Dropout(0.0),
@@ -109,4 +109,4 @@ def test_a_model_that_draws_numbers_has_a_warning():
         nn.Linear(2, 2),
         StochasticDepth(0.0, "row"),
     )
-    assert [dropout.warning(nn.Sequential(layer)) for layer in still] == [""] * 5
+    assert [dropout_warning(nn.Sequential(layer)) for layer in still] == [""] * 5

@@ -32,8 +32,8 @@ def test_every_name_is_changed_and_nothing_else(house, source):
         compile(after, path.name, "exec") if path.suffix == ".py" else None
         assert not re.search(rf"(RECIPE=|recipe=|recipes[./]){source}\b", after)
     train = (house / "recipes/mine/train.py").read_text()
-    assert re.search(r'return parse\(\w+Options, "mine", __doc__, argv\)', train)
-    assert 'read_ranks("mine")' in train
+    assert re.search(r'options = partial\(parse, \w+Options, "mine", __doc__\)', train)
+    assert 'train_as_rank("mine", ' in train
     assert train.count('"mine"') >= 3
     assert re.match(r"# mine\b", (house / "recipes/mine/README.md").read_text())
     compile((house / "tests/parallel/test_mine.py").read_text(), "test_mine.py", "exec")

@@ -38,6 +38,12 @@ class TestRecord:
         record.begin(content["position"]["step"] if content else 0, total_steps=100, is_complete=False)
         return record, content
 
+    def open_complete(self, folder):
+        """Open the run a, which has a checkpoint of all 9 steps, once more."""
+        record, _ = open_run(options(["--runs-dir", str(folder), "--name", "a", "--resume", "auto"]), "single", [])
+        record.begin(9, total_steps=9, is_complete=True)
+        return record
+
     def log(self, record, step, loss=1.0):
         record.log_step(step=step, epoch=1, loss=loss, lr=0.1, samples_per_s=1.0)
 
@@ -102,10 +108,8 @@ class TestRecord:
         """The task's code may have another headline by now."""
         record, _ = self.open(tmp_path, "--name", "a")
         record.write_result(headline="test_error", world_size=2, step=9, test_error=0.25, samples_per_s=1.0)
-        args = options(["--runs-dir", str(tmp_path), "--name", "a", "--resume", "auto"])
         self.write_checkpoint(record, 9)
-        record, _ = open_run(args, "single", [])
-        record.begin(9, total_steps=9, is_complete=True)
+        record = self.open_complete(tmp_path)
         record.print_result(record.write_result(headline="test_bits", world_size=1, test_bits=1.0))
         assert "test_error=0.2500" in capsys.readouterr().out.splitlines()[-1]
 
@@ -116,10 +120,8 @@ class TestRecord:
         record.print_result(record.write_result(headline="test_loss", **values, samples_per_s=1.0))
         written = json.loads((record.folder / "result.json").read_text(), parse_constant=pytest.fail)
         assert (written["test_loss"], written["best_test_loss"]) == (None, None)
-        args = options(["--runs-dir", str(tmp_path), "--name", "a", "--resume", "auto"])
         self.write_checkpoint(record, 9)
-        again, _ = open_run(args, "single", [])
-        again.begin(9, total_steps=9, is_complete=True)
+        again = self.open_complete(tmp_path)
         again.print_result(again.write_result(headline="test_loss", **values, samples_per_s=1.0))
         lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("result ")]
         assert [line.split()[3] for line in lines] == ["test_loss=nan"] * 2

@@ -15,7 +15,7 @@ from recipes.common import user_code
 from recipes.common.data import load_data
 from recipes.common.errors import UserError
 from recipes.common.models.models import build_model
-from recipes.common.models.user_model import check_on, check_sparse, exact_output
+from recipes.common.models.user_model import check_fit, check_on, check_sparse, exact_output
 from recipes.common.parallel.buckets import find_unused
 from recipes.common.sample import make_sample
 from recipes.common.world.peers import Peers
@@ -230,6 +230,12 @@ class Largest(Fit):
 
 class TwoLosses(Fit):
     metrics = ("loss",)
+
+class Weighted(Count):
+    def __init__(self):
+        self.weights = torch.ones(3)
+    def loss_sum(self, output, target):
+        return super().loss_sum(output * self.weights, target)
 
 class Trained(Count):
     def __init__(self):
@@ -451,16 +457,21 @@ def test_a_lock_goes_to_a_worker_alone():
     assert labels.tolist() == [0, 2]
 
 
+def read_bad_sample(name, *indices):
+    """Return the training samples of these indices, and the one error that is reported."""
+    errors = []
+    args = options(["--data", f"mine:{name}", "--model", "mine:net", "--workers", "0"])
+    ((inputs, labels),) = load_data(args, CPU, errors.append).train.batches([torch.tensor(indices)], 0)
+    (error,) = map(str, errors)
+    return inputs, labels.tolist(), error
+
+
 @pytest.mark.parametrize(("name", "reason"), [("broken", "KeyError: 7"), ("exits", "SystemExit: no sample")])
 def test_a_sample_that_raises_an_error_is_reported_and_replaced(name, reason):
-    errors = []
-    args = options(["--data", f"mine:{name}_at_7", "--model", "mine:net", "--workers", "0"])
-    data = load_data(args, CPU, errors.append)
-    ((inputs, labels),) = data.train.batches([torch.tensor([7, 3])], 0)
-    assert (inputs.shape, labels.tolist()) == ((2, 2), [0, 0])
-    (error,) = errors
-    assert str(error).startswith(f"--data mine:{name}_at_7: 'train'[7] failed: {reason} (")
-    assert str(error).endswith("; fix it, then add --resume auto")
+    inputs, labels, error = read_bad_sample(f"{name}_at_7", 7, 3)
+    assert (inputs.shape, labels) == ((2, 2), [0, 0])
+    assert error.startswith(f"--data mine:{name}_at_7: 'train'[7] failed: {reason} (")
+    assert error.endswith("; fix it, then add --resume auto")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -484,25 +495,21 @@ def test_conjugate_samples_have_a_digest_of_their_values():
 
 def test_a_class_that_there_is_not_is_reported_and_the_sample_replaced():
     """-100, a label that does not count, is a valid one."""
-    errors = []
-    args = options(["--data", "mine:class_3_at_7", "--model", "mine:net", "--workers", "0"])
-    ((_, labels),) = load_data(args, CPU, errors.append).train.batches([torch.tensor([7, 4])], 0)
-    assert labels.tolist() == [-100, -100]
-    assert [str(error) for error in errors] == [
+    _, labels, error = read_bad_sample("class_3_at_7", 7, 4)
+    assert labels == [-100, -100]
+    assert error == (
         "--data mine:class_3_at_7: 'train'[7]: target 3 is not in 0 to 2; fix it, then add --resume auto"
-    ]
+    )
 
 
 def test_a_sample_unlike_the_first_is_reported_and_replaced():
     """Samples of different shapes make no batch: the one rank that read them would end with a traceback."""
-    errors = []
-    args = options(["--data", "mine:longer_at_7", "--model", "mine:net", "--workers", "0"])
-    ((inputs, labels),) = load_data(args, CPU, errors.append).train.batches([torch.tensor([7, 4])], 0)
-    assert (inputs.shape, labels.tolist()) == ((2, 2), [0, 1])
-    assert [str(error) for error in errors] == [
+    inputs, labels, error = read_bad_sample("longer_at_7", 7, 4)
+    assert (inputs.shape, labels) == ((2, 2), [0, 1])
+    assert error == (
         "--data mine:longer_at_7: 'train'[7] is float32 of shape (3,) and int64 of shape (), 'train'[0] float32 of "
         "shape (2,) and int64 of shape (); make all samples alike, then add --resume auto"
-    ]
+    )
 
 
 def test_samples_of_lists_and_numbers_become_tensors():
@@ -694,6 +701,13 @@ def test_an_output_that_predicts_the_targets_has_its_largest_logit_there(shape):
     assert output.shape == shape
     assert torch.equal(output.argmax(shape.index(3)), targets)
     assert torch.equal(exact_output(torch.zeros(2, 4), torch.ones(2, 4, dtype=torch.int64)), torch.ones(2, 4))
+
+
+def test_a_task_is_tried_on_the_device_of_the_training():
+    """A GPU's first step would fail with weights that the task keeps on the CPU; so does the meta device."""
+    data, model = load(*WELL, "--task", "mine:Weighted")
+    with refused("--task Weighted on outputs (2, 3) and targets (2,) failed: RuntimeError: "):
+        check_fit(model, options([*WELL]), data, torch.device("meta"))
 
 
 @pytest.mark.parametrize("task", ["Count", "Frozen"])

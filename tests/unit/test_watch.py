@@ -38,7 +38,7 @@ from tests.tiny import tiny_job
 
 @pytest.fixture
 def args(tmp_path):
-    return SimpleNamespace(timeout_s=5.0, runs_dir=tmp_path)
+    return SimpleNamespace(timeout_s=5.0, runs_dir=tmp_path, straggler_window_s=10.0, straggler_share=0.0)
 
 
 @pytest.fixture
@@ -226,7 +226,7 @@ class Recorder(Watch):
 @pytest.mark.parametrize(("has_store", "computes", "limit_s"), [(True, False, 1.5), (False, True, 2.0)])
 def test_a_wait_that_is_too_long_ends_the_rank(args, has_store, computes, limit_s):
     """It takes a second longer than the backend's own limit, or twice the limit if the rank also computes."""
-    args.timeout_s, args.straggler_window_s, args.straggler_share = 0.5, 10.0, 0.0
+    args.timeout_s = 0.5
     with contextlib.closing(Recorder(0, 1, args, Store() if has_store else None)) as watch:
         began_at = time.monotonic()
         with watch("gradients", computes=computes):
@@ -235,7 +235,7 @@ def test_a_wait_that_is_too_long_ends_the_rank(args, has_store, computes, limit_
 
 
 def test_a_rank_that_computes_outside_of_collectives_is_left_alone(args):
-    args.timeout_s, args.straggler_window_s, args.straggler_share = 0.5, 10.0, 0.0
+    args.timeout_s = 0.5
     with contextlib.closing(Recorder(0, 1, args, Store())) as watch:
         with watch("gradients"):
             pass
@@ -271,7 +271,6 @@ def test_a_warning_about_a_slow_rank_is_given_once(args):
 @pytest.fixture
 def two_watches(args):
     """Ranks 0 and 1 with a store, as connected_world() makes them."""
-    args.straggler_window_s, args.straggler_share = 10.0, 0.0
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     bound = timedelta(seconds=30)
     stores = [

@@ -143,64 +143,46 @@ def share_checks(action: Callable[[ShardCheck], T], peers: Peers, timeout_s: flo
     then they call their own action, which must not call it. Rank 0 may be busy for `allowed_s` seconds, and
     then for --timeout-s, `timeout_s`, as in wait_for_all().
     """
-    if peers.rank:
-        serve_checks(peers)
-        return action(check_shards)
     tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def check(path: Path, files: list[dict[str, Any]]) -> None:
         if lost := _missing(path, files):
             raise BadCheckpointError(f"its shard file {lost} is missing")
-        told: Future[list[tuple[str, bool]]] = Future()
-        tasks.put((path, files, told))
-        for text, is_unread in sorted(told.result(), key=lambda pair: not pair[1]):  # unread proves nothing
+        found: Future[list[tuple[str, bool]]] = Future()
+        tasks.put((path, files, found))
+        for text, is_unread in sorted(found.result(), key=lambda pair: not pair[1]):  # unread proves nothing
             if text:
                 raise UserError(text) if is_unread else BadCheckpointError(text)
 
-    done = ThreadPoolExecutor(1).submit(action, check)
-    done.add_done_callback(lambda _: tasks.put(None))
+    if peers.rank == 0:
+        done = ThreadPoolExecutor(1).submit(action, check)
+        done.add_done_callback(lambda _: tasks.put(None))
     end = time.monotonic() + allowed_s
-    goes_on = True
-    while goes_on:
+    request: Any = ()
+    while request is not None:
+        task: Any = ()  # path, files, and the future of what is wrong with them; None: rank 0's action is done
+        if peers.rank == 0:
+            with contextlib.suppress(queue.Empty):  # the action is busy
+                task = tasks.get(timeout=timeout_s / 4 if time.monotonic() < end else None)
         try:
-            task = tasks.get(timeout=timeout_s / 4 if time.monotonic() < end else None)
-        except queue.Empty:
-            task = ()  # busy
-        with peers.watch("checkpoint", computes=True):
-            goes_on = _pass_on(task, peers)
-    return done.result()
-
-
-def serve_checks(peers: Peers) -> None:
-    """Check this rank's share of the files that rank 0 names, until its action is done."""
-    task: tuple[()] | tuple[str, list[dict[str, Any]]] | None = ()
-    while task is not None:
-        with peers.watch("checkpoint", computes=True):
-            if task := peers.broadcast_object(None):
-                peers.gather_objects(_check_share(Path(task[0]), task[1], peers))
-
-
-def _pass_on(task: Any, peers: Peers) -> bool:
-    """Pass on what rank 0's action asks for: () is nothing yet, None its end; return whether it goes on."""
-    if not task:
-        peers.broadcast_object(task)
-        return task is not None
-    path, files, told = task
-    try:
-        # Sharding: rank 0 sends the names of the files, and each rank what is wrong with its share of them.
-        peers.broadcast_object((str(path), files))
-        told.set_result(peers.gather_objects(_check_share(path, files, peers)))
-    except BaseException as error:  # otherwise the action would wait for ever
-        told.set_exception(error)
-        raise
-    return True
+            with peers.watch("checkpoint", computes=True):
+                # Sharding: rank 0 sends names of files, and each rank what is wrong with its share of them.
+                request = peers.broadcast_object(task[:2] if task else task)
+                faults = peers.gather_objects(_check_share(peers, *request)) if request else []
+        except BaseException as error:
+            if task:
+                task[2].set_exception(error)  # otherwise the action would wait for ever
+            raise
+        if task:
+            task[2].set_result(faults)
+    return done.result() if peers.rank == 0 else action(check_shards)
 
 
 def _missing(path: Path, files: list[dict[str, Any]]) -> str:
     return min({entry["name"] for entry in files} - names_in(path.parent), default="")
 
 
-def _check_share(path: Path, files: list[dict[str, Any]], peers: Peers) -> tuple[str, bool]:
+def _check_share(peers: Peers, path: Path, files: list[dict[str, Any]]) -> tuple[str, bool]:
     """Return what is wrong with this rank's share of the files, or "", and whether they could not be read."""
     try:
         if peers.rank and (lost := _missing(path, files)):  # rank 0 has checked that

@@ -11,7 +11,7 @@ import torch
 from isal import isal_zlib
 from torch import Tensor
 
-from recipes.common.task import Task
+from recipes.common.task import SKIPPED, Task
 
 EVAL_BATCH_SIZE = 256
 """Most samples of a pass of an evaluation; if a pass of training has fewer, it has as many: they fit in memory."""
@@ -21,6 +21,9 @@ CHUNK_VALUES = 2**18
 
 FINGERPRINT_PIXELS = 2**20
 """At least this many values of a split, evenly spaced, go into its digest, which takes a millisecond."""
+
+MORE_TRIED = 30
+"""Samples that Data.examples() reads in addition if some of the first ones do not count."""
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets of B samples, on the device.
@@ -104,9 +107,22 @@ class Data:
         return cls(train, test, Spec(shape, torch.float32), Spec((), torch.int64), num_classes)
 
     def examples(self, count: int) -> Batch:
-        """Return the first training samples, or all if there are fewer, on the CPU, for checks of a model."""
-        ((inputs, targets),) = self.train.unreported().batches([torch.arange(min(count, len(self.train)))], 0)
-        return inputs.cpu(), targets.cpu()
+        """Return the first training samples, or all if there are fewer, on the CPU, for checks of a model.
+
+        Samples that do not count, such as damaged images, are left out if others of the first ones replace them.
+        """
+
+        def read(number: int) -> Batch:
+            indices = torch.arange(min(number, len(self.train)))
+            ((inputs, targets),) = self.train.unreported().batches([indices], 0)
+            return inputs.cpu(), targets.cpu()
+
+        inputs, targets = read(count)
+        if self.kind == "class" and (targets == SKIPPED).any():
+            inputs, targets = read(count + MORE_TRIED)
+            chosen = (targets == SKIPPED).int().argsort(stable=True)[:count]  # first those that count
+            inputs, targets = inputs[chosen], targets[chosen]
+        return inputs, targets
 
     @property
     def has_images(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from recipes.common.data.splits import Batch, Data, MemorySplit, Spec, Split, di
 from recipes.common.data.workers import LoadedSplit, Sample, check_sendable
 from recipes.common.errors import UserError, nearest
 from recipes.common.options import Options
-from recipes.common.seeding import mix
+from recipes.common.seeding import mix, seed_all
 from recipes.common.task import SKIPPED
 from recipes.common.user_code import call_user_code, import_user_code, name_of, refusal
 
@@ -77,9 +76,7 @@ class SeededSamples(Dataset[Any]):
         value = mix(self.seed, epoch if self.is_train else 0, index)
         what, fix = f"{self.what}[{index}]", "fix it, then add --resume auto"
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(value)
-            np.random.seed(value % 2**32)
-            random.seed(value)
+            seed_all(value)
             try:
                 inputs, targets = map(_as_tensor, self.samples[index])
                 specs, wrong = _specs(inputs, targets), self.numbers.wrong(inputs, targets)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +85,7 @@ def build_model(args: Options, data: Data, device: torch.device = CPU) -> nn.Mod
         from recipes.common.models.user_model import check_fit, check_memory, check_on
 
         check_memory(model, args)
-        check_on(device, check_fit, model, args, data)
+        check_on(device, partial(check_fit, device=device), model, args, data)
     if args.channels_last:
         # Module.to() would also convert the weights of 3-D convolutions, which have no such layout. contiguous()
         # would leave the strides of weights with one input channel, which PyTorch takes for its own layout.

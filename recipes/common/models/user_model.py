@@ -72,16 +72,17 @@ def check_on(device: torch.device, check: Check, model: nn.Module, args: Options
     model.cpu()
 
 
-def check_fit(model: nn.Module, args: Options, data: Data) -> None:
+def check_fit(model: nn.Module, args: Options, data: Data, device: torch.device) -> None:
     """Run two samples through the model and the task, to find code that does not fit before training.
 
-    A model on the meta device computes only shapes: the task then gets outputs filled with 0.5.
+    A model on the meta device computes only shapes: the task then gets outputs filled with 0.5. The task gets
+    tensors on `device`, as in training.
 
-    Raises UserError if the model rejects the inputs, the task rejects the outputs, or it does not return sums.
+    Raises UserError if the model rejects the inputs, or as check_task().
     """
     check_sparse(model, args)
     inputs, targets = data.examples(2)
-    count, task = len(inputs), data.task
+    count = len(inputs)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     own = inputs.to("meta") if is_meta else inputs.to(_device_of(model))
     with checked_rows(model, args, count):
@@ -95,8 +96,17 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
     check_state(model, args)  # only now do lazy layers have their parameters
     if not is_meta:
         vars(model)["mixes_samples"] = mixes_samples(model, own, output)
-    output = torch.full(output.shape, 0.5, requires_grad=True) if is_meta else in_float(output)
-    targets = targets.to(output.device)
+    needs_grad, output = output.requires_grad, in_float(output)
+    if is_meta:
+        output = torch.full_like(output, 0.5, device="cpu", requires_grad=needs_grad)
+    check_task(data.task, output.to(device), targets.to(device))
+    if getattr(model, "is_sequence", False):
+        check_sequence(model, args, data)
+    model.train()
+
+
+def check_task(task: Task, output: Tensor, targets: Tensor) -> None:
+    """Raise UserError if a task rejects a model's output, or does not return sums."""
     what = f"--task {type(task).__name__} on outputs {tuple(output.shape)} and targets {tuple(targets.shape)}"
     loss = call_user_code(what, task.loss_sum, output, targets)
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
@@ -113,16 +123,13 @@ def check_fit(model: nn.Module, args: Options, data: Data) -> None:
         fix = "look for values that are not finite in --data, and in what the model returns"
         raise UserError(f"{what}: the loss of two samples is {loss.item()}; {fix}")
     check_sums(what, task, output, targets)
-    means = call_user_code(what, lambda: [torch.as_tensor(value).item() / count for value in (loss, *sums)])
+    means = call_user_code(what, lambda: [torch.as_tensor(value).item() / len(targets) for value in (loss, *sums)])
     try:
         add_derived(dict(zip(("loss", *task.metrics), means, strict=True)), task)
     except UserError as error:
         # The variance of two samples may be 0, which says nothing about the whole test set.
         if not isinstance(error.__cause__, ArithmeticError | ValueError):
             raise
-    if getattr(model, "is_sequence", False):
-        check_sequence(model, args, data)
-    model.train()
 
 
 def run_seeded(model: Callable[[Tensor], Any], inputs: Tensor) -> Any:
@@ -136,7 +143,7 @@ def run_seeded(model: Callable[[Tensor], Any], inputs: Tensor) -> Any:
 def mixes_samples(model: Callable[[Tensor], Any], inputs: Tensor, output: Tensor | None = None) -> bool:
     """Return whether the output for the first sample depends on the others; `output` is run_seeded()'s, in eval().
 
-    It does with an nn.LSTM without batch_first=True, which takes the batch for time. print_warnings() warns of it.
+    It does with an nn.LSTM without batch_first=True, which takes the batch for time. rank_dependence.py warns.
     False if that cannot be seen: a forward() that returns something else when it is repeated, or fails here.
 
     Raises UserError if the model does.
@@ -208,15 +215,6 @@ def check_sparse(model: nn.Module, args: Options) -> None:
             what = f"--model {args.model}: {name or 'it'} has sparse gradients"
             fix = "make it without sparse=True; RECIPE=ddp takes them with --optimizer sgd --weight-decay 0"
             raise UserError(f"{what}, which this recipe does not take with these options; {fix}")
-
-
-def max_norm_warning(model: nn.Module) -> str:
-    """Return a warning if an embedding scales the rows it looks up, on each rank those of its share; else ""."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            what = f"{name or 'your model'} has max_norm, by which each rank scales the rows of its own samples"
-            return f"warning: {what}, so losses depend on the number of processes"
-    return ""
 
 
 def check_state(model: nn.Module, args: Options) -> None:

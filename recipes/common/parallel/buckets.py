@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,16 +27,23 @@ REFUSED_TYPES = {"Invalid scalar type": "gloo", "data type is not supported for 
 """Phrases in the errors about a type that a backend cannot send: a RuntimeError of gloo, a TypeError of NCCL."""
 
 
-@contextlib.contextmanager
-def checked_buffers(args: Options) -> Iterator[None]:
-    """Turn DDP's error about a buffer that it cannot send into a UserError."""
+def wrap_in_ddp(module: nn.Module, args: Options, **settings: Any) -> DistributedDataParallel:
+    """Wrap a module in DDP, which then exchanges no buffers; call it on all ranks.
+
+    Raises UserError if the backend cannot send a parameter or buffer.
+    """
     try:
-        yield
+        return DistributedDataParallel(
+            module,
+            **NO_BUFFER_SYNC,  # evaluate() in loop.py syncs buffers, once an epoch instead of once a step
+            gradient_as_bucket_view=True,  # the gradients are the buckets: no second copy of the model's size
+            **settings,
+        )
     except (RuntimeError, TypeError) as error:
         backend = next((name for text, name in REFUSED_TYPES.items() if text in str(error)), None)
         if not backend:
             raise
-        what = f"--model {args.model}: DDP cannot send its int16 or float8 buffers over {backend}"
+        what = f"--model {args.model}: DDP cannot send its int16 or float8 tensors over {backend}"
         raise UserError(f"{what}; use another dtype, or RECIPE=fsdp") from None
 
 

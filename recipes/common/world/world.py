@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from recipes.common.errors import UserError
 from recipes.common.nonfinite import NonFiniteError
 from recipes.common.options import Options
-from recipes.common.process.ranks import Ranks, bind_address
+from recipes.common.process.ranks import Ranks, bind_address, read_ranks
+from recipes.common.process.signals import Stop
 from recipes.common.watch.timeouts import group_timeout, time_limit, wait_timeout
 from recipes.common.watch.watch import Watch
 from recipes.common.world.devices import agree_on_device, choose_device
@@ -32,6 +33,7 @@ from recipes.common.world.peers import Peers, broadcast_bytes
 from recipes.common.world.places import Place
 
 T = TypeVar("T")
+OwnOptions = TypeVar("OwnOptions", bound=Options)
 
 KEYWORDS = inspect.signature(dist.gather_object).parameters
 NO_PICKLE: dict[str, Any] = {"weights_only": True} if "weights_only" in KEYWORDS else {}
@@ -125,6 +127,19 @@ class World(Peers):
     def _group_of(self, tensor: Tensor) -> dist.ProcessGroup | None:
         """Return the group for a tensor: the default one (NCCL) for a GPU's, `control` for the CPU's."""
         return None if tensor.is_cuda else self.control
+
+
+def train_as_rank(
+    recipe: str,
+    args: OwnOptions,
+    train: Callable[[OwnOptions, World, Stop], None],
+    devices_per_rank: int = 1,
+) -> None:
+    """Train as the rank that a launcher has given to this process; call it on every rank."""
+    stop, ranks = Stop(), read_ranks(recipe)
+    args.check_world_size(ranks.world_size)
+    with connected_world(args, ranks, devices_per_rank) as world:
+        train(args, world, stop)
 
 
 @contextlib.contextmanager

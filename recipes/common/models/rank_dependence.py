@@ -1,0 +1,99 @@
+"""What makes a run's losses depend on the number of processes, and the warnings of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from recipes.common.data.splits import digest
+from recipes.common.job import Job
+from recipes.common.options import is_user_code
+from recipes.common.seeding import seed_step
+from recipes.common.world.peers import Peers
+
+
+def warnings_before_training(job: Job) -> Iterator[str]:
+    """Yield what the layers show, and the checks of a user's model; some texts are empty."""
+    model = job.model
+    mixes_samples = job.batch_parts > 1 and getattr(model, "mixes_samples", False)
+    layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    # With --batchnorm-group, no batch norm does (a pipeline groups its parts' layers, not those of job.model).
+    if layers and not job.args.batchnorm_group:
+        from recipes.common.models import batchnorm
+
+        yield (text := batchnorm.warning(model, job.args, job.batch_parts))
+        # Batch norm without running statistics mixes the samples of an evaluation, too.
+        mixes_samples &= not text or all(layer.running_mean is not None for layer in layers)
+    if mixes_samples:
+        what = "your model's output for a sample depends on the other samples of its batch"
+        yield f"warning: {what}, so losses and metrics depend on the number of processes"
+    if job.peers.world_size * len(job.devices) > 1:
+        yield dropout_warning(model)
+    if job.replicas > 1 and is_user_code(job.args.model):
+        yield max_norm_warning(model)
+
+
+def dropout_warning(model: nn.Module) -> str:
+    """Return a warning if dropout makes the losses of several ranks differ from those of one, else ""."""
+    if not any(map(draws_random_numbers, model.modules())):
+        return ""
+    return "warning: dropout draws other numbers on each rank, so losses depend on the number of processes"
+
+
+def draws_random_numbers(module: nn.Module) -> bool:
+    """Return whether a layer draws random numbers: dropout, stochastic depth, attention or an RNN with dropout."""
+    if isinstance(module, _DropoutNd) or type(module).__name__ == "StochasticDepth":  # torchvision's
+        return bool(module.p)
+    return isinstance(module, nn.MultiheadAttention | nn.RNNBase) and bool(module.dropout)
+
+
+def max_norm_warning(model: nn.Module) -> str:
+    """Return a warning if an embedding scales the rows it looks up, on each rank those of its share; else ""."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            what = f"{name or 'your model'} has max_norm, by which each rank scales the rows of its own samples"
+            return f"warning: {what}, so losses depend on the number of processes"
+    return ""
+
+
+def warnings_after_passes(job: Job, compares_buffers: bool) -> Iterator[str]:
+    """Yield what a step's passes through a user's model show; call it on all ranks, before the step is counted."""
+    if not dropout_warning(job.model) and has_drawn(job):
+        what = "your model draws other random numbers on each rank"
+        yield f"warning: {what}, so losses depend on the number of processes"
+    if compares_buffers and (name := find_own_buffer(job.model, job.peers)):
+        what = f"each rank changes your model's buffer {name} by its own samples"
+        yield f"warning: {what}, so losses depend on the number of processes"
+
+
+def has_drawn(job: Job) -> bool:
+    """Return whether passes have drawn random numbers, such as for functional.dropout(); seed the step again."""
+
+    def states() -> tuple[str, ...]:
+        gpus = [device for device in job.devices if device.type == "cuda"]
+        tensors = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus)]
+        return (*(str(tensor.tolist()) for tensor in tensors), str(random.getstate()), str(np.random.get_state()))
+
+    drawn = states()
+    seed_step(job.args.seed, job.position.step, job.peers.rank, job.devices)
+    return drawn != states()
+
+
+def find_own_buffer(model: nn.Module, peers: Peers) -> str:
+    """Return the name of a buffer that differs between ranks, or ""; batch norm's have a warning of their own."""
+    owners = {name: module for name, module in model.named_modules() if not isinstance(module, _BatchNorm)}
+    own = {
+        f"{path}.{name}".lstrip("."): f"{tuple(buffer.shape)} {digest(buffer)}"
+        for path, module in owners.items()
+        for name, buffer in module.named_buffers(recurse=False)
+    }
+    # Buffers: each rank sends a digest of each of its buffers, once.
+    with peers.watch("agreement"):
+        gathered = peers.gather_objects(own)
+    return min((name for facts in gathered for name, _ in facts.items() ^ gathered[0].items()), default="")
