@@ -192,7 +192,8 @@ class LocalJob:
             if line.startswith("error: ") and not self.is_elastic:
                 self.refusals.append(f"[node {number}] {line}")
             else:
-                sys.stderr.write(f"[node {number}] {line}")
+                with contextlib.suppress(OSError):  # nobody reads it; the node must not wait
+                    sys.stderr.write(f"[node {number}] {line}")
 
     def handle_signals(self) -> None:
         """Handle the signals of this process from now on: Ctrl-C, and those that ask the ranks to stop."""

@@ -52,6 +52,22 @@ def test_an_output_that_cannot_be_written_is_one_line():
     assert (done.returncode, done.stderr) == (1, f"error: cannot write: {reason}\n")
 
 
+def test_a_node_whose_output_nobody_reads_any_more_goes_on(monkeypatch):
+    """As in `make run ... 2>&1 | head`: node 1 would wait forever for room in its pipe."""
+
+    class Closed:
+        def write(self, text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Closed())
+    job = start(local.LocalJob(), "exit 0", "seq 100000")
+    try:
+        wait_until(lambda: job.nodes[1].poll() == 0, 20, "the end of node 1")
+    finally:
+        job.interrupt(signal.SIGINT, None)
+        job.nodes[1].kill()
+
+
 def test_a_stop_before_any_node_listens_is_told(capsys):
     job = start(local.LocalJob(), "sleep 60", "sleep 60")
     job.record_stop(signal.SIGTERM, None)
