@@ -228,7 +228,11 @@ class Job:
         from recipes.common.models.dropout import has_drawn
 
         self.checks_draws = False
-        if has_drawn(self.args.seed, self.position.step, self.peers.rank, self.devices):
+        own = has_drawn(self.args.seed, self.position.step, self.peers.rank, self.devices)
+        # Draws: each rank sends whether it has drawn, once: a stage of a pipeline, or a branch, may do so alone.
+        with self.peers.watch("agreement"):
+            drawn = any(self.peers.gather_objects(own))
+        if drawn:
             what = "your model draws other random numbers on each rank"
             self.say(f"warning: {what}, so losses depend on the number of processes")
 
