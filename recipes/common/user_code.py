@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import sysconfig
 import traceback
 import zlib
 from collections.abc import Callable
@@ -110,7 +111,8 @@ def refusal(what: str, error: BaseException, fix: str = "fix it and start again"
     """Return a one-line UserError for an error of the user's code, with its innermost line outside of packages."""
     paths = [(frame, Path(frame.filename)) for frame in traceback.extract_tb(error.__traceback__)]
     places = [(frame, path) for frame, path in paths if not path.is_relative_to(Path(__file__).parent)]
-    own = [frame for frame, path in places if not {"site-packages", "importlib"} & set(path.parts)]
+    stdlib, packages = sysconfig.get_path("stdlib"), {"site-packages", "dist-packages"}
+    own = [frame for frame, path in places if not (path.is_relative_to(stdlib) or packages & set(path.parts))]
     place = own[-1] if own else None
     if isinstance(error, SyntaxError) and error.filename:
         where = f"{error.filename}, line {error.lineno}"

@@ -168,6 +168,7 @@ class LocalJob:
         self.nodes: list[subprocess.Popen[str]] = []
         self.relays: list[threading.Thread] = []
         self.refusals: list[str] = []
+        self.held_until = 0.0
         self.interrupted_by = 0
         self.stop_signals: set[int] = set()
         self.stop_deadline = float("inf")
@@ -190,9 +191,17 @@ class LocalJob:
         """Print a node's lines, marked with its number; hold refusals back, since node 0 may print them too."""
         for line in node.stdout or node.stderr or ():
             if line.startswith("error: ") and not self.is_elastic:
+                self.held_until = time.monotonic() + FAILURE_GRACE_S
                 self.refusals.append(f"[node {number}] {line}")
             else:
-                sys.stderr.write(f"[node {number}] {line}")
+                with contextlib.suppress(OSError):  # nobody reads it; the node must not wait
+                    sys.stderr.write(f"[node {number}] {line}")
+
+    def print_refusals(self) -> None:
+        """Print the lines that were held back."""
+        lines, self.refusals = self.refusals, []
+        with contextlib.suppress(OSError):
+            sys.stderr.writelines(lines)
 
     def handle_signals(self) -> None:
         """Handle the signals of this process from now on: Ctrl-C, and those that ask the ranks to stop."""
@@ -218,6 +227,8 @@ class LocalJob:
             now = time.monotonic()
             if self.failed():
                 error_deadline = min(error_deadline, now + FAILURE_GRACE_S)
+            elif self.refusals and now > self.held_until:  # the job goes on: the line was no refusal
+                self.print_refusals()
             if self.interrupted_by or now > min(error_deadline, self.stop_deadline):
                 first_failed = self.failed()  # nodes that are killed below did not fail by themselves
                 end_groups([node.pid for node in self.nodes])  # ranks end with their node's agent
@@ -252,7 +263,7 @@ class LocalJob:
         # If another program has the port, nodes that reach that program instead of node 0 may report a mistake.
         is_refused = statuses.get(0) == USAGE_STATUS and PortTakenError.status not in statuses.values()
         if not is_refused:  # otherwise node 0 has printed it
-            sys.stderr.writelines(self.refusals)
+            self.print_refusals()
         if self.interrupted_by:
             whole = "" if script.is_set() else "; checkpoints so far are whole: add --resume auto to resume"
             with contextlib.suppress(OSError):  # after SIGHUP: the terminal has gone

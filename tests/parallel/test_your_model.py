@@ -152,6 +152,9 @@ class Noisy(nn.Linear):
     def forward(self, inputs):
         return super().forward(nn.functional.dropout(inputs, 0.5, self.training))
 
+def noisy_at_the_end(data):
+    return nn.Sequential(nn.Linear(2, 2), Noisy(data))
+
 class Normed(nn.Embedding):
     def forward(self, inputs):
         return super().forward((inputs > 0).long())
@@ -361,7 +364,13 @@ def test_steps_are_kept_if_your_code_breaks_in_the_evaluation(run, start, tmp_pa
 
 @pytest.mark.parametrize(
     ("recipe", "world_size", "model", "count"),
-    [("ddp", 2, "Noisy", 1), ("single", 1, "Noisy", 0), ("ddp", 2, "net", 0), *slow(("fsdp", 2, "Noisy", 1))],
+    [
+        ("ddp", 2, "Noisy", 1),
+        ("single", 1, "Noisy", 0),
+        ("ddp", 2, "net", 0),
+        ("pipeline", 2, "noisy_at_the_end", 1),
+        *slow(("fsdp", 2, "Noisy", 1)),
+    ],
 )
 def test_a_model_that_draws_random_numbers_in_its_code_is_warned_of(start, recipe, world_size, model, count):
     argv = ("--data", "mine:spirals", "--model", f"mine:{model}", "--max-steps", "3")

@@ -150,6 +150,8 @@ def test_one_line_says_that_losses_depend_on_the_number_of_processes():
     assert "with --batchnorm-group 8 " in warning(plain, ARGS, 3)
     assert "; recipes/README.md says how" in warning(plain, ARGS, 5)
     assert "; recipes/README.md says how" in warning(plain, ARGS, ARGS.global_batch_size), "1 is no group"
+    own = warning(nn.Sequential(plain, Activated(3)), ARGS, 3)
+    assert own.endswith("; 1 is a Activated, and --batchnorm-group takes only torch's batch norm")
     for case in ((plain, ARGS, 1), (grouped, ARGS, 3), (nn.LayerNorm(3), ARGS, 3)):
         assert warning(*case) == ""
 

@@ -1,6 +1,7 @@
 """The local launcher, with shell commands in the place of nodes: what it prints of how they ended."""
 
 import errno
+import io
 import os
 import signal
 import subprocess
@@ -28,6 +29,15 @@ def test_lines_that_look_like_refusals_are_printed_when_all_goes_well(capsys):
     assert (job.wait(), capsys.readouterr().err) == (0, "[node 1] error: a disk is slow\n")
 
 
+def test_lines_that_look_like_refusals_are_printed_while_the_job_goes_on(monkeypatch, tmp_path):
+    """A script may say of a sample in its first hour that it cannot be read. Node 0 ends once that is printed."""
+    monkeypatch.setattr(local, "FAILURE_GRACE_S", 0.1)
+    with open(tmp_path / "printed", "w", buffering=1) as file:
+        monkeypatch.setattr(sys, "stderr", file)
+        until_printed = f"timeout 20 bash -c 'until grep -q slow {tmp_path}/printed; do sleep 0.1; done'"
+        assert start(local.LocalJob(), until_printed, HELD_BACK).wait() == 0
+
+
 @pytest.mark.parametrize(
     ("stop", "status", "last"),
     [
@@ -50,6 +60,17 @@ def test_an_output_that_cannot_be_written_is_one_line():
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
     reason = "No space left on device; free some space"
     assert (done.returncode, done.stderr) == (1, f"error: cannot write: {reason}\n")
+
+
+def test_a_node_whose_output_nobody_reads_any_more_goes_on(monkeypatch):
+    """As in `make run ... 2>&1 | head`: node 1 would wait forever for room in its pipe."""
+
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Closed())
+    assert start(local.LocalJob(), "exit 0", "timeout 20 seq 100000").wait() == 0
 
 
 def test_a_stop_before_any_node_listens_is_told(capsys):

@@ -25,6 +25,7 @@ from tests.conftest import refused
 CPU = torch.device("cpu")
 
 MODULE = """
+import json
 import multiprocessing
 import random
 import sys
@@ -345,6 +346,7 @@ NUMBER = 3
 nothing = lambda *args: None
 wrong_shape = lambda data: nn.Flatten(0)
 fails = lambda *args: 1 / 0
+reads = lambda *args: json.loads("{")
 no_target = lambda: {"train": (X, X), "test": (X, X)}
 unknown_target = lambda: {**data(), "target": "clas"}
 no_number = lambda: {**classes(), "num_classes": None}
@@ -557,6 +559,7 @@ DOES_NOT_FIT = [
     (("--model", "needs:net"), "importing needs failed: ModuleNotFoundError: No module named 'not_installed' ({folder}/needs.py, line 1)"),
     (("--model", "exits:net"), "--model exits:net: importing exits failed: SystemExit: 0 ({folder}/exits.py, line 2); fix it"),
     (("--model", "mine:fails"), "--model mine:fails failed: ZeroDivisionError: division by zero ({folder}/mine.py, line "),
+    (("--model", "mine:reads"), "JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1) ({folder}/mine.py,"),
     (("--data", "mine:class_3"), "--data mine:class_3: 'train': target 3 is not in 0 to 2; fix it, or \"num_classes\""),
     (("--data", "mine:ascii"), '--data mine:ascii: bytes have 256 values; set "num_classes" to 256, or "target" to "tokens"'),
     (("--data", "mine:token_9"), "--data mine:token_9: 'train': input 9 is not in 0 to 8; fix it"),

@@ -120,11 +120,18 @@ def check_forward(model: nn.Module, flag: str) -> None:
 
     A layer that computes other statistics in its place would leave that out.
     """
+    if layer := own_forward(model):
+        what = f"{layer}, whose forward() is not that of torch's batch norm"
+        raise UserError(f"{flag}: {what}; use torch's, with what follows it as a layer, or drop the option")
+
+
+def own_forward(model: nn.Module) -> str:
+    """Return the first batch norm with a forward() of its own, such as "bn1 is a BatchNormAct2d"; "" if none."""
     for layer in plain_layers(model):
         if getattr(layer.forward, "__func__", None) is not _BatchNorm.forward:
             name = next(name for name, module in model.named_modules() if module is layer) or "the model"
-            what = f"{name} is a {type(layer).__name__}, whose forward() is not that of torch's batch norm"
-            raise UserError(f"{flag}: {what}; use torch's, with what follows it as a layer, or drop the option")
+            return f"{name} is a {type(layer).__name__}"
+    return ""
 
 
 @contextlib.contextmanager
@@ -177,6 +184,8 @@ def warning(model: nn.Module, args: Options, batch_parts: int) -> str:
     way = f"with --batchnorm-group {size} they are the same at every number"
     if left_over or size < 2:
         way = "recipes/README.md says how they can be the same at every number"
+    if layer := own_forward(model):
+        way = f"{layer}, and --batchnorm-group takes only torch's batch norm"
     return (
         f"warning: batch norm normalises each of {batch_parts} parts of the batch by itself, so losses depend on "
         f"the number of processes; {way}"

@@ -64,16 +64,21 @@ def max_norm_warning(model: nn.Module) -> str:
 
 def warnings_after_passes(job: Job, compares_buffers: bool) -> Iterator[str]:
     """Yield what a step's passes through a user's model show; call it on all ranks, before the step is counted."""
-    if not dropout_warning(job.model) and has_drawn(job):
-        what = "your model draws other random numbers on each rank"
-        yield f"warning: {what}, so losses depend on the number of processes"
+    if not dropout_warning(job.model):
+        own = has_drawn(job)
+        # Draws: each rank sends whether it has drawn, once: a stage of a pipeline, or a branch, may do so alone.
+        with job.peers.watch("agreement"):
+            drawn = any(job.peers.gather_objects(own))
+        if drawn:
+            what = "your model draws other random numbers on each rank"
+            yield f"warning: {what}, so losses depend on the number of processes"
     if compares_buffers and (name := find_own_buffer(job.model, job.peers)):
         what = f"each rank changes your model's buffer {name} by its own samples"
         yield f"warning: {what}, so losses depend on the number of processes"
 
 
 def has_drawn(job: Job) -> bool:
-    """Return whether passes have drawn random numbers, such as for functional.dropout(); seed the step again."""
+    """Return whether passes of this rank have drawn numbers, such as for functional.dropout(); seed the step again."""
 
     def states() -> tuple[str, ...]:
         gpus = [device for device in job.devices if device.type == "cuda"]
