@@ -42,8 +42,8 @@ class ShardedInit(TorchDispatchMode):
     def __init__(self, keep: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.keep = keep
-        self.kept: dict[int, Tensor] = {}
-        """The kept part by the parameter's storage, which a Parameter shares with the tensor it is made from."""
+        self.kept: dict[int, tuple[Tensor, torch.Size]] = {}
+        """By the storage of a parameter, which the tensor it is made from shares: its kept part, and its shape."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on the meta device, on a temporary whole parameter, or on the rows that are kept."""
@@ -55,28 +55,38 @@ class ShardedInit(TorchDispatchMode):
         if not isinstance(target, Tensor) or not is_meta(target):
             return func(*args, **kwargs)
         is_random, key = torch.Tag.nondeterministic_seeded in func.tags, storage(target)
-        is_known = not any(isinstance(other, Tensor) and is_meta(other) for other in others) and is_whole(target)
+        is_known = not any(isinstance(other, Tensor) and is_meta(other) for other in others)
         if not func._schema.is_mutable:
             if is_random:
                 raise UnknownInitError(func)
         elif is_known and (is_random or func._overloadpacket in OVERWRITING):
             return self.initialise(func, target, *args[1:], **kwargs)
         elif key in self.kept:
-            if not is_known or torch.Tag.pointwise not in func.tags:
+            if not (is_known and is_whole(target)) or torch.Tag.pointwise not in func.tags:
                 raise UnknownInitError(func)
-            func(self.kept[key], *args[1:], **kwargs)
+            func(self.kept[key][0], *args[1:], **kwargs)
             return target
         return func(*args, **kwargs)
 
     def initialise(self, function: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run an initialiser on a whole temporary tensor of the tensor's shape; keep this rank's part of it."""
+        """Run an initialiser on a temporary tensor like the whole parameter; keep this rank's part of it.
+
+        `tensor` may be a view of a parameter that has values, such as the row of an embedding's padding_idx.
+        """
         if not is_meta(tensor):
             return function(tensor, *args, **kwargs)
-        if not is_whole(tensor):
+        key, place = storage(tensor), (tensor.size(), tensor.stride(), tensor.storage_offset())
+        if not is_whole(tensor) and key not in self.kept:
             raise UnknownInitError(function)
-        value = torch.zeros(tensor.shape, dtype=tensor.dtype)
-        function(value, *args, **kwargs)
-        self.kept[storage(tensor)] = self.keep(value)
+        own, shape = (None, tensor.shape) if is_whole(tensor) else self.kept[key]
+        value = torch.zeros(shape, dtype=tensor.dtype)
+        function(value.as_strided(*place), *args, **kwargs)
+        kept = self.keep(value)
+        if own is not None:
+            is_new = torch.zeros(shape, dtype=torch.bool)
+            is_new.as_strided(*place).fill_(True)
+            kept = torch.where(self.keep(is_new), kept, own)
+        self.kept[key] = kept, shape
         return tensor
 
     def __enter__(self) -> ShardedInit:
@@ -143,7 +153,7 @@ def build_shards(build: Callable[[], nn.Module], index: int, count: int) -> tupl
             shards[name] = mode.keep(parameter.detach())
             made_of_numbers[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         elif storage(parameter) in mode.kept and is_whole(parameter):
-            shards[name] = mode.kept[storage(parameter)]
+            shards[name], _ = mode.kept[storage(parameter)]
         else:
             unknown.append(name)
     if unknown:

@@ -32,7 +32,7 @@ from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_checked_data, train_epochs
 from recipes.common.models.batchnorm import check_parts, plain_layers, set_groups
 from recipes.common.models.models import build_model, make_model
-from recipes.common.models.user_model import check_fit, mixes_samples
+from recipes.common.models.user_model import check_fit
 from recipes.common.optim import AMP_DTYPES, build_optimizer, build_scaler
 from recipes.common.options import Options, is_user_code, option, parse, positive_int, switch
 from recipes.common.parallel.buckets import FIX_MISSING, Named, missing_gradients, trained
@@ -109,7 +109,12 @@ def build(args: FSDPOptions, data: Data, world: World) -> tuple[nn.Module, Shard
     try:
         model, shards = build_shards(lambda: make_model(contiguous, data), world.rank % count, count)
         if args.has_user_code:
-            check_fit(copy.deepcopy(model).to("meta"), args, data, world.device)
+            try:
+                check_fit(copy.deepcopy(model).to("meta"), args, data, world.device)
+            except UserError as error:
+                # Code that reads a number, by item(), fails on the meta device alone: train() checks the shards.
+                if args.compile or "meta" not in str(error.__cause__):
+                    raise
         return model, shards, ""
     except Exception as error:  # missing values cause any; build_model() raises the model's own errors again
         cause = error.__cause__ or error  # of an error in the user's code
@@ -297,8 +302,8 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
         if not why_whole:
             materialise(model, shards, torch.device("cpu") if args.cpu_offload else world.device)
         # FSDP: each rank sends whether its check_fit() saw the model without weights.
-        needs_probe = is_user_code(args.model) and not args.compile
-        needs_probe = needs_probe and any(world.gather_objects(not why_whole))
+        needs_check = is_user_code(args.model) and not args.compile
+        needs_check = needs_check and any(world.gather_objects(not why_whole))
     # FSDP: the optimizer sees shards only, so its state is sharded too.
     optimizer = build_optimizer(args, model.parameters())
     job = Job(args, "fsdp", data, world, model, optimizer, build_scaler(args, world.device), stop)
@@ -325,11 +330,9 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
         with world.watch("evaluation", computes=True), same_blocks.checked():
             return model(inputs)
 
-    if needs_probe:
+    if needs_check:
         # Passes gather the weights: all ranks run them.
-        inputs = data.examples(2)[0].to(world.device)
-        model.eval()
-        vars(model)["mixes_samples"] = mixes_samples(predict, inputs)
+        run_on_all_ranks(lambda: check_fit(model, args, data, world.device, predict), world)
         same_blocks.first_blocks.clear()
     state = own_state if args.sharded_checkpoints else gather_state
     technique = Technique(

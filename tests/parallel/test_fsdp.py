@@ -30,7 +30,17 @@ from recipes.fsdp.initialise import UnknownInitError, build_shards, rows
 from recipes.fsdp.train import blocks, build, build_mesh, options, wrap
 from tests import observe
 from tests.conftest import slow
-from tests.support import ROOT, largest_difference, losses, metrics, run_ranks, start_run, train, weights
+from tests.support import (
+    ROOT,
+    assert_same_curve,
+    largest_difference,
+    losses,
+    metrics,
+    run_ranks,
+    start_run,
+    train,
+    weights,
+)
 
 DOCS = ("--data", "text", "--data-dir", str(ROOT / "docs"))
 TEXT = (*DOCS, "--model", "gpt-tiny", "--seq-len", "16", "--max-steps", "4", "--clip-grad-norm", "1")
@@ -427,7 +437,7 @@ def asks(tensor):
     "spoil",
     [
         lambda weight: weight.div_(weight.norm()),
-        lambda weight: weight[0].fill_(1),
+        lambda weight: weight[0].mul_(2),
         lambda weight: weight.copy_(torch.rand_like(weight)),
         asks,
     ],
@@ -441,6 +451,32 @@ def test_what_cannot_be_drawn_in_part_is_refused(spoil):
 
     with pytest.raises(UnknownInitError):
         build_shards(build, 0, 2)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight: weight[1].fill_(1),
+        lambda weight: weight[1:].normal_(),
+        lambda weight: weight[:, ::2].zero_(),
+        lambda weight: weight[3:].copy_(torch.eye(2, 4)),
+        lambda weight: nn.init.normal_(weight.data[2]),
+    ],
+)
+def test_a_part_may_be_written_anew(write):
+    """As an embedding does with the row of its padding_idx."""
+
+    def build():
+        torch.manual_seed(0)
+        embedding = nn.Embedding(5, 4, padding_idx=4)
+        with torch.no_grad():
+            write(embedding.weight)
+        return embedding
+
+    whole = build().weight.detach()
+    for rank in range(2):
+        _, shards = build_shards(build, rank, 2)
+        assert torch.equal(shards["weight"], rows(whole, rank, 2))
 
 
 class Sequence(nn.Sequential):
@@ -458,6 +494,37 @@ class Decides(Sequence):
     def forward(self, images):
         logits = super().forward(images)
         return logits if self.training else logits > 0
+
+
+class Reads(nn.Module):
+    """A model whose code reads a number of its input, which no tensor without memory has."""
+
+    def __init__(self, spec):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(64, 16), nn.Linear(16, 10)])
+
+    def forward(self, images):
+        if images.mean().item() > 1e6:
+            raise ValueError("too bright")
+        hidden = images.flatten(1)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+class ReadsAndMixes(Reads):
+    """One whose output depends on the other samples of the batch."""
+
+    def forward(self, images):
+        logits = super().forward(images)
+        return logits - logits.mean(0)
+
+
+class ReadsAndDoesNotFit(Reads):
+    """One that returns a row for both samples."""
+
+    def forward(self, images):
+        return super().forward(images).mean(0, keepdim=True)
 
 
 class Named(nn.Module):
@@ -483,7 +550,11 @@ HERE = "tests.parallel.test_fsdp"
 
 
 @pytest.mark.parametrize(
-    "argv", [("--model", f"{HERE}:Sequence"), ("--model", f"{HERE}:Named"), ("--data", f"{HERE}:own_data")]
+    "argv",
+    [
+        *(("--model", f"{HERE}:{name}") for name in ("Sequence", "Named", "Reads")),
+        ("--data", f"{HERE}:own_data"),
+    ],
 )
 def test_what_a_user_brings_is_built_in_shards_too(argv):
     args = options(argv)
@@ -513,6 +584,26 @@ def test_blocks_by_name_are_sharded(tmp_path):
     argv = ("--model", f"{HERE}:Named", "--max-steps", "3", "--global-batch-size", "16")
     run = train("fsdp", tmp_path, 1, *argv)
     assert losses(run) == pytest.approx(losses(train("single", tmp_path, 1, *argv)), rel=1e-5)
+
+
+@pytest.mark.parametrize(("model", "warnings"), [("Reads", 0), ("ReadsAndMixes", 1)])
+def test_a_model_that_needs_its_weights_is_checked_in_shards(tmp_path, model, warnings):
+    argv = ("--model", f"{HERE}:{model}", "--max-steps", "3", "--global-batch-size", "16")
+    run = train("fsdp", tmp_path, 2, *argv)
+    output = (tmp_path / "output-fsdp-2" / "rank0.txt").read_text()
+    assert ("built whole" in output, output.count("depends on the other samples")) == (False, warnings)
+    if not warnings:
+        assert_same_curve(run, train("single", tmp_path, 1, *argv))
+        more = (*argv, "--max-steps", "6")
+        resumed = train("fsdp", tmp_path, 3, *more, "--resume", str(run))
+        whole = {line["step"]: line["loss"] for line in metrics(train("single", tmp_path / "more", 1, *more))[:6]}
+        for line in metrics(resumed)[:3]:
+            assert line["loss"] == pytest.approx(whole[line["step"]], rel=1e-5)
+
+
+def test_a_model_that_needs_its_weights_and_does_not_fit_is_refused(tmp_path):
+    refusal = start_run("fsdp", tmp_path, 2, "--model", f"{HERE}:ReadsAndDoesNotFit").wait().refusal
+    assert "returned a tensor of shape (1, 10) for 2 samples; return a tensor with a row for each" in refusal
 
 
 def test_a_model_that_has_to_be_built_whole_says_so_and_trains_the_same(tmp_path):

@@ -345,6 +345,7 @@ def conv3d(data):
 NUMBER = 3
 nothing = lambda *args: None
 wrong_shape = lambda data: nn.Flatten(0)
+few_classes = lambda data: nn.Linear(2, 2)
 fails = lambda *args: 1 / 0
 reads = lambda *args: json.loads("{")
 no_target = lambda: {"train": (X, X), "test": (X, X)}
@@ -566,6 +567,7 @@ DOES_NOT_FIT = [
     (("--data", "mine:token_skipped"), "mine:token_skipped: 'test': target -100 is not in 0 to 8; fix it"),
     (("--model", "mine:nothing"), "--model mine:nothing returned None; return a torch.nn.Module"),
     (("--model", "mine:wrong_shape"), "--model mine:wrong_shape returned a tensor of shape (128,) for 2 samples; return a tensor with a row for each"),
+    ((*WELL, "--model", "mine:few_classes"), "--model mine:few_classes returns 2 logits, and --data mine:classes has 3 classes; return one for each"),
     ((*WELL, "--model", "lenet"), "--model lenet takes images, and --data mine:classes has float32 of shape (2,); give your own"),
     ((*FIT, "mine:Fit", "--model", "mine:Untrue"), "--model mine:Untrue: its children one after another do not return what it does; remove is_sequence"),
     (("--data", "mine:data"), "--data mine:data: no built-in task takes values; add --task package.module:Class"),

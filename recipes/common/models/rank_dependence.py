@@ -78,7 +78,7 @@ def warnings_after_passes(job: Job, compares_buffers: bool) -> Iterator[str]:
 
 
 def has_drawn(job: Job) -> bool:
-    """Return whether passes of this rank have drawn numbers, such as for functional.dropout(); seed the step again."""
+    """Return whether this rank's passes have drawn numbers, as functional.dropout() does; seed the step again."""
 
     def states() -> tuple[str, ...]:
         gpus = [device for device in job.devices if device.type == "cuda"]

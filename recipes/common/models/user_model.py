@@ -15,11 +15,12 @@ from torch.nn.parameter import is_lazy
 
 from recipes.common.data import Data
 from recipes.common.errors import UserError
+from recipes.common.language import LanguageModel
 from recipes.common.models.batchnorm import checked_rows
 from recipes.common.models.layers import is_sequential, layers
 from recipes.common.optim import autocast
 from recipes.common.options import Options
-from recipes.common.task import Task, in_float
+from recipes.common.task import Classification, Task, in_float
 from recipes.common.user_code import add_derived, call_user_code, import_user_code, name_of, refusal
 
 
@@ -72,11 +73,17 @@ def check_on(device: torch.device, check: Check, model: nn.Module, args: Options
     model.cpu()
 
 
-def check_fit(model: nn.Module, args: Options, data: Data, device: torch.device) -> None:
+def check_fit(
+    model: nn.Module,
+    args: Options,
+    data: Data,
+    device: torch.device,
+    forward: Callable[[Tensor], Any] | None = None,
+) -> None:
     """Run two samples through the model and the task, to find code that does not fit before training.
 
     A model on the meta device computes only shapes: the task then gets outputs filled with 0.5. The task gets
-    tensors on `device`, as in training.
+    tensors on `device`, as in training. `forward` runs a model that is sharded, with inputs on `device`.
 
     Raises UserError if the model rejects the inputs, or as check_task().
     """
@@ -84,25 +91,37 @@ def check_fit(model: nn.Module, args: Options, data: Data, device: torch.device)
     inputs, targets = data.examples(2)
     count = len(inputs)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
-    own = inputs.to("meta") if is_meta else inputs.to(_device_of(model))
+    own = inputs.to("meta" if is_meta else device if forward else _device_of(model))
+    run = forward or model
+    model.eval()
     with checked_rows(model, args, count):
-        output = call_user_code(
-            f"--model {args.model} on {count} samples, {data.input}", run_seeded, model.eval(), own
-        )
+        output = call_user_code(f"--model {args.model} on {count} samples, {data.input}", run_seeded, run, own)
     if not isinstance(output, Tensor) or output.ndim < 1 or len(output) != count:
         what = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else name_of(output)
         fix = "return a tensor with a row for each"
         raise UserError(f"--model {args.model} returned {what} for {count} samples; {fix}")
     check_state(model, args)  # only now do lazy layers have their parameters
     if not is_meta:
-        vars(model)["mixes_samples"] = mixes_samples(model, own, output)
+        vars(model)["mixes_samples"] = mixes_samples(run, own, output)
     needs_grad, output = output.requires_grad, in_float(output)
     if is_meta:
         output = torch.full_like(output, 0.5, device="cpu", requires_grad=needs_grad)
+    check_classes(output, args, data)
     check_task(data.task, output.to(device), targets.to(device))
-    if getattr(model, "is_sequence", False):
+    if getattr(model, "is_sequence", False) and not forward:
         check_sequence(model, args, data)
     model.train()
+
+
+def check_classes(output: Tensor, args: Options, data: Data) -> None:
+    """Raise UserError if an output has fewer logits than there are classes, and the task's loss needs all of them.
+
+    On a GPU, the first sample of a missing class would end the process without a line of Python.
+    """
+    dim = {Classification.loss_sum: 1, LanguageModel.loss_sum: -1}.get(type(data.task).loss_sum)
+    if dim and output.ndim > 1 and output.shape[dim] < (data.num_classes or 0):
+        what = f"--model {args.model} returns {output.shape[dim]} logits, and --data {args.data} has"
+        raise UserError(f"{what} {data.num_classes} classes; return one for each (data.num_classes)")
 
 
 def check_task(task: Task, output: Tensor, targets: Tensor) -> None:
@@ -140,7 +159,7 @@ def run_seeded(model: Callable[[Tensor], Any], inputs: Tensor) -> Any:
 
 
 @torch.no_grad()
-def mixes_samples(model: Callable[[Tensor], Any], inputs: Tensor, output: Tensor | None = None) -> bool:
+def mixes_samples(model: Callable[[Tensor], Any], inputs: Tensor, output: Tensor) -> bool:
     """Return whether the output for the first sample depends on the others; `output` is run_seeded()'s, in eval().
 
     It does with an nn.LSTM without batch_first=True, which takes the batch for time. rank_dependence.py warns.
@@ -149,7 +168,6 @@ def mixes_samples(model: Callable[[Tensor], Any], inputs: Tensor, output: Tensor
     Raises UserError if the model does.
     """
     try:
-        output = run_seeded(model, inputs) if output is None else output
         again = run_seeded(model, inputs)
         other = run_seeded(model, inputs[:1].expand_as(inputs).contiguous())
         has_values = output.is_floating_point() or output.is_complex()
