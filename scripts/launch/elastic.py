@@ -216,14 +216,22 @@ class Handler(DynamicRendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """Return 1 if ranks must restart because a node was lost, restarts its ranks, leaves or joins; else 0."""
+        try:
+            return int(self._must_restart())
+        except (RendezvousError, DistError):
+            if not STOPPED_BY:
+                raise
+            return 0  # this node's ranks are stopping, and do so without the store, too
+
+    def _must_restart(self) -> bool:
         has_waiting = super().num_nodes_waiting() > 0
         state = self._state_holder.state
         gone = self.members - state.participants.keys()
         self.left = frozenset(node for node in gone if not self.notes.check([self._finished(node)]))
         self.lost = self.left - state.wait_list
         if not self.has_stopped and self.is_ending():
-            return 0  # no further round begins
-        return int(bool(self.left) or self.has_stopped or (has_waiting and self._is_time_to_join()))
+            return False  # no further round begins
+        return bool(self.left) or self.has_stopped or (has_waiting and self._is_time_to_join())
 
     def _is_time_to_join(self) -> bool:
         now = time.monotonic()
@@ -314,14 +322,17 @@ class Handler(DynamicRendezvousHandler):
         return True
 
     def watch_store(self, give_up: Callable[[], object]) -> None:
-        """Call give_up() after STORE_SILENCE_S beats without an answer from the store; pauses count no beats."""
+        """Call give_up() after STORE_SILENCE_S beats without an answer from the store; pauses count no beats.
+
+        Once a stop signal has come, ranks are left to write their checkpoint.
+        """
         seen, misses = 0.0, 0
         while not self.is_over:
             time.sleep(BEAT_S)
             answered = self._state_holder._last_sync_time  # type: ignore[attr-defined]
             misses = misses + 1 if seen == answered else 0
             seen = answered
-            if misses >= STORE_SILENCE_S and not self.is_over:
+            if misses >= STORE_SILENCE_S and not self.is_over and not STOPPED_BY:
                 give_up()
                 return
 
@@ -452,7 +463,8 @@ class Agent(torch_agent.Agent):
 
     def _leave(self, has_checkpoint: bool) -> NoReturn:
         """Leave the job after a stop signal; raises SignalException, or UnsavedStopError without a checkpoint."""
-        self.handler.leave()
+        with contextlib.suppress(RendezvousError, DistError):  # the store may have ended with the node that has it
+            self.handler.leave()
         if not has_checkpoint:
             raise UnsavedStopError(
                 f"stopped after this node's ranks had ended without a checkpoint, as said above; {resume_hint()}"

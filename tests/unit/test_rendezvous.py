@@ -13,11 +13,15 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, dynamic_rendezvous
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    dynamic_rendezvous,
+)
 
 from recipes.common.errors import UserError
 from recipes.common.process.node import Failure, Node
@@ -551,6 +555,30 @@ def test_a_stop_signal_between_rounds_learns_how_the_ranks_have_ended(nodes, mon
     assert b.announce_stop()
     join(a, b)
     assert b.announce_stop(), "until its ranks run again"
+
+
+def test_a_stop_needs_no_store(nodes, store, monkeypatch):
+    """The store may end first: the launcher of `make run` ends it once its own nodes have ended."""
+    port = free_port()
+    words = "import sys, torch.distributed as d; s = d.TCPStore('127.0.0.1', int(sys.argv[1]), is_master=True, "
+    words += "wait_for_workers=False); s.set('clock', '0'); print(flush=True); sys.stdin.read()"
+    serve = subprocess.Popen(
+        [sys.executable, "-c", words, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    serve.stdout.readline()
+    one = elastic.create_handler(f"127.0.0.1:{port}", "job", 1, 1, "127.0.0.1", 20)
+    one._state_holder._cache_duration = 0
+    join(one)
+    serve.kill()
+    serve.wait()
+    _, monitor = monitored(monkeypatch, failed(r0=-signal.SIGTERM), one)
+    with pytest.raises((RendezvousConnectionError, DistError)):
+        one.num_nodes_waiting()
+    elastic.STOPPED_BY.add(signal.SIGTERM)
+    assert one.num_nodes_waiting() == 0
+    with pytest.raises(SignalException):
+        monitor()
+    one._stop_heartbeats()
 
 
 @pytest.mark.parametrize(("lost", "bound_s"), [(False, 0.5), (True, 60)])
