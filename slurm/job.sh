@@ -140,7 +140,7 @@ begin_job() {
     if [[ ! -e $head_log ]]; then ln -s "$(basename "$host_log")" "$head_log"; fi
     # shellcheck disable=SC2034 # sbatch files use rank
     if [[ -n ${SCRIPT:-} ]]; then
-        rank=(scripts.launch.script "$SCRIPT") options=("$@")
+        rank=(scripts.launch.script --task "$SCRIPT") options=("$@")
     else
         rank=(scripts.launch.hold_signals "recipes.$recipe.train")
         set_options "$@"

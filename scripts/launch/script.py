@@ -205,19 +205,24 @@ def say_network(log: int) -> None:
             os._exit(error.status)
 
 
-def run_watched(argv: Sequence[str], pipe: tuple[int, int]) -> int:
+def run_watched(argv: Sequence[str], pipe: tuple[int, int] | None, is_task: bool) -> int:
     """Run the script in a child process, and print which network NCCL uses there; return the script's status.
 
-    This process passes signals on to the script, and ends by the signal that ended the script.
+    This process passes signals on to the script, and ends by the signal that ended the script. As a task, it
+    returns 0 once it got a stop signal: srun and mpirun end all ranks, also one that is saving, when one fails.
     """
-    reader = threading.Thread(target=say_network, args=(pipe[0],), daemon=True)
-    reader.start()
+    reader = threading.Thread(target=say_network, args=pipe[:1], daemon=True) if pipe else None
+    if reader:
+        reader.start()
     command = [sys.executable, "-m", "scripts.launch.script", *argv]  # the child finds NCCL's log set
     # Use a separate group: mpirun and some Slurm versions signal this whole group, and each signal is passed on.
     own = {**os.environ, LAUNCHER_PID: str(os.getpid())}
-    returned, _ = run_with_signals(command, own, process_group=0)
-    os.close(pipe[1])
-    reader.join(1.0)  # processes that the script left behind may keep it open
+    returned, received = run_with_signals(command, own, process_group=0)
+    if pipe and reader:
+        os.close(pipe[1])
+        reader.join(1.0)  # processes that the script left behind may keep it open
+    if received and is_task:
+        return 0
     if returned < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the script's own core is enough
         with contextlib.suppress(OSError):  # KILL has no handler
@@ -228,17 +233,22 @@ def run_watched(argv: Sequence[str], pipe: tuple[int, int]) -> int:
 
 @command
 def main(argv: Sequence[str]) -> None:
-    """Become the script, in its folder; it ends with its launcher, and stop signals reach it at once."""
+    """Become the script, in its folder; it ends with its launcher, and stop signals reach it at once.
+
+    --check only checks the variables; --task says that srun or mpirun has started this rank (see run_watched()).
+    """
+    is_check, is_task = ([flag] == argv[:1] for flag in ("--check", "--task"))
+    argv = argv[is_check or is_task :]
     if not argv:
-        raise UserError("no script; usage: python -m scripts.launch.script [--check] SCRIPT [OPTION ...]")
-    is_check = argv[0] == "--check"
-    os.environ["SCRIPT"], *options = argv[is_check:]
+        raise UserError("no script; usage: python -m scripts.launch.script [--check | --task] SCRIPT [OPTION ...]")
+    os.environ["SCRIPT"], *options = argv
     script, resume = read_script(), read_resume()
     if is_check:
         return
     end_with_launcher()
-    if is_first_of_several_nodes() and (pipe := transport.log_processes()):
-        sys.exit(run_watched(argv, pipe))
+    pipe = transport.log_processes() if is_first_of_several_nodes() else None
+    if pipe or is_task:
+        sys.exit(run_watched(argv, pipe, is_task))
     run_dir = Path(os.environ.get("RUN_DIR") or runs_dir() / script.stem).absolute()
     os.environ |= {"RUN_DIR": str(run_dir), "RESUME": resume}
     make_folder(run_dir)

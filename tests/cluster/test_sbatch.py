@@ -378,6 +378,11 @@ time.sleep(100)
 """
 
 
+ONE_SAVES = SAVES.replace("def save(number, frame):", "def save(number, frame):\n    time.sleep(3)").replace(
+    "signal.signal(signal.SIGUSR1, save)", "if os.environ['RANK'] == '0': signal.signal(signal.SIGUSR1, save)"
+)
+"""One whose other ranks are ended by the signal while rank 0 is saving."""
+
 SAVES_EACH_TIME = """
 import os, pathlib, signal, sys, time
 def save(number, frame):
@@ -429,6 +434,17 @@ class TestYourOwn:
         assert job.wait() == "COMPLETED", job.text
         assert job.field("Restarts") == "1"
         assert "resumed after ['saved-0', 'saved-1']" in job.text
+
+    def test_a_rank_that_saves_outlives_one_that_the_signal_ends(self, cluster, tmp_path):
+        """Otherwise srun --kill-on-bad-exit ends it."""
+        job = self.submit(cluster, tmp_path, "ddp-srun.sbatch", ONE_SAVES)
+        job.wait_for_text("trains")
+        for host in ("n1", "n2"):
+            log = job.run / f"slurm/{host}.txt"
+            wait_until(lambda log=log: log.exists() and "trains" in log.read_text(), TIMEOUT_S, f"{host} trains")
+        near_the_limit(cluster, job)
+        assert job.wait() == "COMPLETED", job.text
+        assert "resumed after ['saved-0']" in job.text
 
     def test_a_staged_environment_is_unpacked_on_each_node_once(self, cluster, tmp_path):
         venv.create(tmp_path / "venv", symlinks=True)

@@ -201,6 +201,17 @@ def test_a_rank_that_saves_is_left_to_finish_when_the_signal_ends_the_others(tmp
     assert (job.run / "saved").read_text() == "SIGTERM begin\nend\n"
 
 
+@pytest.mark.parametrize(("flags", "status"), [(("--task",), 0), ((), -signal.SIGTERM)])
+def test_a_task_that_a_signal_ends_has_not_failed(tmp_path, flags, status):
+    """srun and mpirun would end the ranks that are saving."""
+    (tmp_path / "train.py").write_text(f"{WAIT}\nwait()")
+    words, env = ("-m", "scripts.launch.script", *flags, str(tmp_path / "train.py")), {"RUN_DIR": str(tmp_path)}
+    rank = Command(sys.executable, *words, **env)
+    wait_until(lambda: list(tmp_path.glob("up-*")), TIMEOUT_S, lambda: rank.text)
+    rank.process.send_signal(signal.SIGTERM)
+    assert rank.wait().status == status
+
+
 def test_one_that_ignores_them_is_killed_at_the_bound(tmp_path):
     job = Job(tmp_path, DEAF, stop_grace_s=4)
     job.wait_for_ranks()

@@ -320,8 +320,9 @@ def test_a_script_gets_its_own_options_alone(script, tmp_path):
     then = 'printf "%s\\n" "${options[@]}" "${rank[@]}" "$RUN_DIR" "$RESUME" "$WORKDIR"'
     for restarts, resume in (("0", "none"), ("1", "auto")):
         said = script(then, SLURM_RESTART_COUNT=restarts).stdout.splitlines()
-        expected = ["--lr", "1", "--runs-dir", f"{tmp_path}/runs", "scripts.launch.script", f"{tmp_path}/train.py"]
-        assert said[-9:] == [*expected, f"{tmp_path}/runs/mine", resume, str(ROOT)]
+        program = ["scripts.launch.script", "--task", f"{tmp_path}/train.py"]
+        expected = ["--lr", "1", "--runs-dir", f"{tmp_path}/runs", *program]
+        assert said[-10:] == [*expected, f"{tmp_path}/runs/mine", resume, str(ROOT)]
     done = script(then)
     assert done.returncode == 2
     assert done.stderr == (
