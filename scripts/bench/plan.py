@@ -30,7 +30,7 @@ from recipes.common.process.entry import run_main
 from recipes.ddp import train
 from scripts.bench.figures import Figure, median_and_range
 from scripts.bench.programs import TIMEOUT_S
-from scripts.lab.network import PAYLOAD_SHARE, Network
+from scripts.lab.network import Network
 from scripts.launch.cores import count_cores
 from scripts.plan.cost_model import Cluster, Compute, Gradient, Link, Method, Step, step
 from scripts.plan.workload import count_workload, kind_of, timed_step
@@ -185,7 +185,7 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
         result = json.loads((folder / "run" / "result.json").read_text())
         found.append((plan, nodes * LOCAL_BATCH / result["samples_per_s"]))
         if nodes > 1:
-            sent.append(result["sent_bytes_per_step"] * PAYLOAD_SHARE / plan.sent_bytes_per_node)
+            sent.append(result["sent_bytes_per_step"] / plan.sent_bytes_per_node)
         figure = time_figure(nodes, mbit, found)
         print(f"  {figure.name}: {figure.note}", flush=True)
     note, peer = "of all points; the votes on stopping are in it", "the real bytes"
