@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ import pytest
 from recipes.common.errors import UserError
 from scripts.launch import local
 from scripts.launch.command import temporary_folder
+from scripts.launch.rejoin import LOST_STATUS
+from tests.conftest import refused
 from tests.support import ROOT, wait_until
 
 HELD_BACK = "echo 'error: a disk is slow'"
@@ -110,6 +113,11 @@ def test_the_death_of_an_elastic_job_s_store_is_named_with_the_remedy(monkeypatc
     )
 
 
+def test_the_loss_of_all_nodes_of_an_elastic_job_is_named_with_the_remedy(capsys):
+    job = start(local.ElasticJob(1, 3, "127.0.0.1", "to resume: again"), "kill -KILL $$", f"exit {LOST_STATUS}")
+    assert (job.wait(), capsys.readouterr().err) == (1, "error: all nodes are lost; to resume: again\n")
+
+
 def test_an_elastic_node_that_the_stop_signal_meets_as_it_ends_is_not_lost():
     """Signals are repeated, and Python no longer has handlers when it ends."""
     job = start(local.ElasticJob(1, 3, "127.0.0.1", "to resume: again"), "kill -KILL $$", "kill -TERM $$")
@@ -134,6 +142,12 @@ def test_a_temporary_folder_that_is_full_is_named_and_no_other_file():
         Path(folder, "missing").read_text()
     with pytest.raises(OSError, match="elsewhere"), temporary_folder():
         raise OSError(errno.ENOSPC, "No space left on device", "/elsewhere")
+
+
+def test_a_temporary_folder_that_cannot_be_made_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with refused("cannot make a temporary folder: No such file or directory; free some space, or set TMPDIR"):
+        temporary_folder().__enter__()
 
 
 def test_two_elastic_jobs_that_start_in_one_second_have_two_names(monkeypatch):
