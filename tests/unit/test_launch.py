@@ -89,6 +89,7 @@ def test_visible_gpus_of_the_machine(monkeypatch, tmp_path, capsys):
         tmp_path / "nvidia-smi", '[ "$1" = -L ] && printf "GPU 0: H100 (UUID: a)\\nGPU 1: H100 (UUID: b)\\n"'
     )
     assert local.visible_gpus() == ["0", "1"]
+    assert capsys.readouterr().err == ""
     hangs = Mock(side_effect=subprocess.TimeoutExpired("nvidia-smi", 30))
     monkeypatch.setattr(local.subprocess, "run", hangs)
     with pytest.raises(UserError, match="nvidia-smi -L does not answer; fix the driver"):
@@ -170,6 +171,15 @@ def test_free_ports_are_free_and_differ():
     for port in ports:
         socket.create_server(("127.0.0.1", port)).close()
     assert max(ports) < 32768
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a port is held on Linux alone")
+@pytest.mark.parametrize(("address", "place"), [("", "0.0.0.0"), ("127.0.0.1", "127.0.0.1"), ("::1", "::1")])
+def test_a_free_port_is_one_of_the_address(address, place):
+    if ":" in address and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6; boot it without ipv6.disable=1")
+    port = local.free_port(address)
+    assert local._held[-1].getsockname()[:2] == (place, port)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a port is held on Linux alone")
