@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from recipes.common.errors import UserError
+from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import local
 from scripts.launch.command import temporary_folder
 from scripts.launch.rejoin import LOST_STATUS
@@ -73,7 +74,7 @@ def test_a_node_whose_output_nobody_reads_any_more_goes_on(monkeypatch):
             raise BrokenPipeError
 
     monkeypatch.setattr(sys, "stderr", Closed())
-    assert start(local.LocalJob(), "exit 0", "timeout 20 seq 100000").wait() == 0
+    assert start(local.LocalJob(), "exit 0", f"{HELD_BACK}; timeout 20 seq 100000").wait() == 0
 
 
 def test_a_stop_before_any_node_listens_is_told(capsys):
@@ -99,7 +100,8 @@ def test_stop_signals_that_go_on_after_the_end_change_nothing():
 
 
 def test_a_refusal_that_node_0_prints_is_not_repeated(capsys):
-    job = start(local.LocalJob(), "exit 2", f"{HELD_BACK}; exit 2")
+    """Although another node prints it earlier, and ends later."""
+    job = start(local.LocalJob(), "sleep 0.3; exit 2", f"{HELD_BACK}; sleep 0.5; exit 2")
     assert (job.wait(), capsys.readouterr().err) == (2, "")
 
 
@@ -135,6 +137,8 @@ def test_the_job_that_another_port_started_anew_hears_of_a_lost_terminal_too(bef
         job.handle_signals()
         expected = before if before == signal.SIG_IGN else job.interrupt
         assert signal.getsignal(signal.SIGHUP) == expected, "nohup ignores it"
+        assert signal.getsignal(signal.SIGINT) == job.interrupt
+        assert {signal.getsignal(number) for number in STOP_SIGNALS} == {job.record_stop}
 
 
 def test_a_temporary_folder_that_is_full_is_named_and_no_other_file():
