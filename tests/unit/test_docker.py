@@ -382,6 +382,9 @@ def test_folders_of_the_caller_become_those_of_the_container(tmp_path, monkeypat
     assert own.options == [*options, "--name", "ddp-002", "--runs-dir", "/runs", "--data-dir", "/data"]
     assert (own.run, own.data) == (tmp_path / "mine/ddp-002", Path("/mnt/images"))
     assert compose.recipe_spec("probe", ["--device", "cpu"]).options == ["--device", "cpu"]
+    for name in ("../mine", "/tmp", "a/b"):  # the containers' user would own that folder
+        with refused(f"NAME expects a plain name, without folders, got {name!r}"):
+            compose.recipe_spec("ddp", ["--name", name])
 
 
 def test_a_cache_is_a_folder_of_this_machine(tmp_path, monkeypatch):
@@ -428,6 +431,14 @@ def test_an_engine_that_does_not_answer_is_one_line(tmp_path, monkeypatch, capsy
     assert compose.main(["ddp", "--nodes", "2"]) == 2
     expected = "error: the Docker engine gave docker.sh info no answer within 0.2 s; restart it "
     assert capsys.readouterr().err == f"{expected}(systemctl restart docker)\n"
+
+
+def test_an_image_of_other_code_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compose, "revision", lambda: f"{'a' * 40}-dirty")
+    for inside, is_told in (("b" * 40, True), (f"{'a' * 40}-dirty", False)):
+        compose.check_image(docker_that(tmp_path, f"echo {inside}"), "mine", "ddp")
+        told = f"warning: mine holds revision {'b' * 12}, this checkout is {'a' * 12}-dirty; make image"
+        assert capsys.readouterr().err.startswith(told) is is_told
 
 
 def test_compose_is_that_of_docker_or_the_older_program(tmp_path, monkeypatch):
