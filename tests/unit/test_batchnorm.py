@@ -1,7 +1,6 @@
 """Batch norm over groups: what a layer computes, the mean that it keeps, and what is refused."""
 
 import copy
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -218,7 +217,7 @@ def test_replicas_of_dataparallel_are_refused(option):
 def test_horovod_refuses_torchs_layer_for_all_ranks():
     """It would exchange over torch.distributed, which this recipe does not start."""
     with refused("--sync-batchnorm: torch's does not use Horovod; use --batchnorm-group, or RECIPE=ddp"):
-        horovod.wrap(nn.BatchNorm2d(3), horovod.HorovodOptions(sync_batchnorm=True), Mock())
+        horovod.wrap(nn.BatchNorm2d(3), horovod.HorovodOptions(sync_batchnorm=True))
 
 
 def test_statistics_of_all_ranks_on_cpus_are_refused_with_what_to_use():
