@@ -145,6 +145,16 @@ def test_a_file_of_a_script_does_not_end_an_elastic_job(script, signal, said):
     assert said in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_an_elastic_recipe_that_has_lost_a_node_has_ended_once_its_record_says_so(job, tmp_path, is_complete):
+    write_program(tmp_path / "srun", "case $* in *n2*) exit 1 ;; esac")  # n2 does not answer
+    ended = f'touch "$run_dir/config.json"; if {str(is_complete).lower()}; then touch "$run_dir/result.json"; fi'
+    done = job(then=f"sleep 0.02; {ended}; RDZV_ENDPOINT=n1:7 status=137 greatest=137; end_job")
+    assert (done.returncode == 0) is is_complete, done.stderr
+    assert is_requeued(tmp_path) is not is_complete
+    assert is_complete or "job 7: no answer from n2; it is requeued" in done.stdout
+
+
 def test_a_port_that_is_taken_on_any_address_is_passed_over(job):
     own = {"SLURM_JOB_ID": str(os.getpid())}  # unlike other tests' ids, since ports are shared on this machine
     first = port_of(job(**own))

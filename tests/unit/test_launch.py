@@ -19,7 +19,7 @@ import torch
 from recipes.common.errors import UserError, as_user_error
 from recipes.common.process.node import Failure, Node, check_head, how_ended, wait_for_head
 from recipes.common.process.rendezvous_errors import MissingNodeError, PortTakenError
-from scripts.launch import agent, local, rank_processes, script
+from scripts.launch import agent, local, processes, rank_processes, script
 from tests import support
 from tests.conftest import refused
 from tests.support import ROOT, run_command, wait_until, write_program
@@ -549,6 +549,23 @@ def test_a_run_folder_that_another_user_keeps_private_is_one_line(monkeypatch, t
             patch.setattr(owner, name, Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
             with pytest.raises(UserError, match=rf"^cannot use {tmp_path}/mine: Permission denied; give it to "):
                 call()
+
+
+def test_a_file_system_without_locks_is_no_obstacle(monkeypatch, tmp_path):
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))))
+    script.lock_run_dir(tmp_path)
+
+
+def test_a_stop_that_comes_before_the_command_is_started_reaches_it(monkeypatch):
+    start = subprocess.Popen
+
+    def start_late(*words, **how):
+        signal.raise_signal(signal.SIGTERM)
+        return start(*words, **how)
+
+    monkeypatch.setattr(subprocess, "Popen", start_late)
+    status, received = processes.run(["sleep", "60"], dict(os.environ))
+    assert (status, received) == (128 + signal.SIGTERM, [signal.SIGTERM])
 
 
 def test_two_scripts_at_once_in_one_folder_are_refused(tmp_path):

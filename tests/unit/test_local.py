@@ -83,6 +83,15 @@ def test_a_stop_before_any_node_listens_is_told(capsys):
     assert (job.wait(), *capsys.readouterr()) == (0, "stopped by SIGTERM\n", "")
 
 
+def test_a_stop_is_repeated_until_a_node_has_its_handlers(tmp_path):
+    node = f"trap '' USR1; touch {tmp_path}/up; sleep 0.3; trap 'exit 0' USR1; until false; do sleep 0.1; done"
+    job = start(local.LocalJob(), node)
+    wait_until((tmp_path / "up").exists, 20, "the node")
+    job.record_stop(signal.SIGUSR1, None)
+    assert job.wait() == 0
+    assert job.nodes[0].returncode == 0
+
+
 def test_stop_signals_that_go_on_after_the_end_change_nothing():
     node = "trap '' USR1; echo up; sleep 0.3"
     code = f"""if True:
