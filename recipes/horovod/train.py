@@ -119,7 +119,7 @@ def leave_world(world: World) -> None:
     hvd.shutdown()
 
 
-def wrap(model: nn.Module, args: HorovodOptions, world: World) -> Any:
+def wrap(model: nn.Module, args: HorovodOptions) -> Any:
     """Return an optimizer that averages the model's gradients over all ranks before it steps."""
     if args.sync_batchnorm:
         raise UserError("--sync-batchnorm: torch's does not use Horovod; use --batchnorm-group, or RECIPE=ddp")
@@ -150,7 +150,7 @@ def train(args: HorovodOptions, world: World, stop: Stop) -> None:
     """Train with the given options; call it on all ranks."""
     data, model = load_data_and_model(args, "horovod", world, stop)
     with world.watch("model", computes=True):
-        optimizer = wrap(model, args, world)
+        optimizer = wrap(model, args)
     job = Job(args, "horovod", data, world, model, optimizer, build_scaler(args, world.device), stop)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:

@@ -182,14 +182,13 @@ class LocalJob:
         own = {**environment, **self.environment}
         node = start_process(command, own, stdout=stdout, stderr=stderr, text=True, errors="replace")
         self.nodes.append(node)
-        if stderr:
-            relay = threading.Thread(target=self.relay, args=(len(self.nodes) - 1, node), daemon=True)
-            relay.start()
-            self.relays.append(relay)
+        relay = threading.Thread(target=self.relay, args=(len(self.nodes) - 1, node), daemon=True)
+        relay.start()
+        self.relays.append(relay)
 
     def relay(self, number: int, node: subprocess.Popen[str]) -> None:
         """Print a node's lines, marked with its number; hold refusals back, since node 0 may print them too."""
-        for line in node.stdout or node.stderr or ():
+        for line in node.stdout or node.stderr or ():  # node 0 writes to the terminal itself
             if line.startswith("error: ") and not self.is_elastic:
                 self.held_until = time.monotonic() + FAILURE_GRACE_S
                 self.refusals.append(f"[node {number}] {line}")

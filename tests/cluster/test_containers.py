@@ -305,15 +305,9 @@ def test_refusals(ddp_image, folder):
         ),
         ({"DOCKER": "no-docker"}, ["ddp"], "docker not found; install Docker"),
         ({"DOCKER_HOST": "unix:///nowhere"}, ["ddp"], "no Docker engine answers "),
-        (
-            {"IMAGE": ddp_image},
-            ["ddp", "--", "--name", "a/b"],
-            "NAME expects a plain name, without folders, got 'a/b'",
-        ),
         ({"IMAGE": ddp_image}, ["single", "--nodes", "2"], "single is one process; "),
     ):
-        words += [] if "--" in words else ["--"]
-        words += ["--runs-dir", str(folder / "runs")]
+        words += ["--", "--runs-dir", str(folder / "runs")]
         done = Command(sys.executable, "-m", "docker.compose", *words, **env).wait(timeout_s=60)
         assert (done.status, done.stdout) == (2, ""), done.stderr
         assert done.stderr.startswith(f"error: {message}")

@@ -186,6 +186,24 @@ def test_strangers_do_not_take_the_place_of_a_node(monkeypatch):
     assert len(met.case.refused) == 2
 
 
+def test_a_second_node_of_a_rank_and_one_of_another_job_size_are_rejected(monkeypatch):
+    monkeypatch.setattr(rendezvous, "SILENCE_S", 0.1)
+    met = rendezvous.Coordinator(Case(3), "word", lambda order: order)
+    listener = echo.listen("127.0.0.1", port := free_port())
+    gathering = threading.Thread(target=met.gather, args=(listener, 20, lambda _: None))
+    gathering.start()
+    rendezvous.join(Node(3, 1, 1, "127.0.0.1", port, 0), "word", 5)
+    for rank, nnodes, reason in (
+        (1, 3, "NODE_RANK 1 is taken by another node"),
+        (2, 2, "it has NNODES 2, node 0 has 3"),
+    ):
+        with pytest.raises(UserError, match=f"rejected this node: {reason}; see the RDZV_ID, NNODES"):
+            rendezvous.join(Node(nnodes, rank, 1, "127.0.0.1", port, 0), "word", 5)
+    rendezvous.join(Node(3, 2, 1, "127.0.0.1", port, 0), "word", 5)
+    gathering.join(20)
+    assert sorted(met.channels) == [1, 2]
+
+
 @pytest.mark.parametrize("hello", [b'{"rank": Infinity, "nnodes": 2, "nonce": ""}\n', b"[" * 100_000 + b"\n"])
 def test_what_a_stranger_sends_is_no_error_of_node_0(hello):
     own, theirs = socket.socketpair()

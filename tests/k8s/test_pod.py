@@ -13,6 +13,7 @@ from recipes.common.process.node import Node
 from scripts.launch import interface, stopped_status, torch_agent
 from scripts.launch.local import free_port
 from scripts.launch.recipe_options import read_option
+from tests.conftest import refused
 from tests.support import Command, last_step, run_command, words_for
 
 
@@ -28,6 +29,13 @@ from tests.support import Command, last_step, run_command, words_for
 )
 def test_the_last_value_of_an_option_counts(words, value):
     assert read_option("--name", "none", words) == value
+
+
+def test_a_python_without_yaml_is_named_where_a_configuration_has_to_be_read(monkeypatch):
+    monkeypatch.setitem(sys.modules, "recipes.common.config_file", None)
+    assert read_option("--name", "none", []) == "none"
+    with refused(f"--config job.yaml: {sys.executable} has no PyYAML to read it by; install it"):
+        read_option("--name", "none", ["--config", "job.yaml"])
 
 
 def test_the_record_tells_whether_a_run_has_come_to_its_end(tmp_path):

@@ -182,8 +182,27 @@ class Communicator:
     def __init__(self, rank, other=""):
         self.rank, self.other = rank, other
 
+    def bcast(self, value):
+        return value
+
     def allgather(self, value):
         return [value, self.other]
+
+
+@pytest.mark.parametrize("is_reached", [True, False])
+def test_an_address_that_one_node_does_not_reach_is_not_taken(monkeypatch, capsys, is_reached):
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    world, local = Communicator(0, is_reached), Communicator(0)
+    if is_reached:
+        assert mpirun.choose_address(world, local, False) == ("127.0.0.1", port)
+        return
+    with pytest.raises(SystemExit) as caught:
+        mpirun.choose_address(world, local, False)
+    assert caught.value.code == 2
+    expected = f"error: no node reaches rank 0 at 127.0.0.1, port {port}; set MASTER_ADDR\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_on_several_hosts_the_networks_environment_is_set(monkeypatch, capsys):

@@ -299,6 +299,29 @@ RUNS = {
 }
 
 
+def with_fields(run, i, **fields):
+    """Return a run in whose step i each rank has recorded its own value of these fields."""
+    for name, values in fields.items():
+        for own, value in zip(run.steps[i], values, strict=True):
+            own[name] = value
+    return run
+
+
+ALL_ROWS = [str(row) for row in range(12)]
+RUNS |= {
+    "each rank's own rate": (
+        with_fields(record(2, GRADIENTS), 1, lr=([0.1], [0.2])),
+        [("unequal-learning-rates", "step 2, learning rate")],
+    ),
+    "the whole batch on each rank": (
+        with_fields(record(2, GRADIENTS), 0, rows=(ALL_ROWS, ALL_ROWS)),
+        [("redundant", "step 1, samples")],
+    ),
+    "one mask": (record(2, GRADIENTS, dropout=True, random={"torch": 7}), [("same-dropout", "step 1, dropout")]),
+    "parts of the model": (record(2, GRADIENTS, shapes=2), [("not-replicated", "weights")]),
+}
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_what_differs_is_named(name):
     run, found = RUNS[name]
@@ -377,6 +400,7 @@ def resumed_at(start, steps=NUM_STEPS, text="test_loss 1.25"):
     ("resumed", "cause"),
     [
         (resumed_at(2), None),
+        (with_fields(resumed_at(2), 1, rows=(["40"], ["41"])), "other-data-after-resume"),
         (resumed_at(2, text="test_loss 9.00 test_loss 1.25"), None),
         (resumed_at(0), "starts-over"),
         (resumed_at(2, 3), "steps-not-resumed"),

@@ -19,6 +19,7 @@ from recipes.common.models.batchnorm import (
 from recipes.common.options import Options, check_batch
 from recipes.common.world.peers import Peers
 from recipes.dataparallel import train as dataparallel
+from recipes.horovod import train as horovod
 from recipes.pipeline.partition import check_microbatches
 from tests.conftest import refused
 
@@ -211,6 +212,12 @@ def test_replicas_of_dataparallel_are_refused(option):
     cpu = torch.device("cpu")
     with pytest.raises(UserError, match=r"use RECIPE=ddp$"):
         dataparallel.wrap(nn.BatchNorm2d(3), Options(**option), [cpu, cpu])
+
+
+def test_horovod_refuses_torchs_layer_for_all_ranks():
+    """It would exchange over torch.distributed, which this recipe does not start."""
+    with refused("--sync-batchnorm: torch's does not use Horovod; use --batchnorm-group, or RECIPE=ddp"):
+        horovod.wrap(nn.BatchNorm2d(3), horovod.HorovodOptions(sync_batchnorm=True))
 
 
 def test_statistics_of_all_ranks_on_cpus_are_refused_with_what_to_use():

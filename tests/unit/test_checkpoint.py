@@ -400,20 +400,23 @@ def test_a_file_system_that_cannot_flush_folders_takes_checkpoints(folder, monke
 
 def test_a_checkpoint_is_whole_before_it_has_its_name(folder, monkeypatch):
     """A checkpoint is written, flushed and renamed, then its folder is flushed, in this order."""
-    seen = []
+    seen, sizes = [], []
 
     def watch(owner, name):
         original = getattr(owner, name)
 
         def watched(*args):
             seen.append((name, (folder.folder / "step-000000040.pt").exists()))
+            if name == "fsync":
+                sizes.append(os.fstat(args[0]).st_size)
             return original(*args)
 
         monkeypatch.setattr(owner, name, watched)
 
     for owner, name in ((torch, "save"), (os, "fsync"), (type(folder.folder), "replace")):
         watch(owner, name)
-    folder.write(content(40))
+    path = folder.write(content(40))
+    assert sizes[0] == path.stat().st_size, "its last bytes do not wait in a buffer"
     assert seen == [("save", False), ("fsync", False), ("replace", False), ("fsync", True)]
 
 

@@ -12,6 +12,7 @@ import yaml
 
 from docker import compose
 from scripts.launch.command import image_of
+from tests.conftest import refused
 from tests.support import ROOT, run_command, write_program
 
 DOCKERFILE = (ROOT / "docker/Dockerfile").read_text()
@@ -352,6 +353,14 @@ def test_a_script_has_its_own_path_in_the_containers(tmp_path, monkeypatch):
         assert seen == [(str(tmp_path), str(tmp_path)), (f"{tmp_path}/code", f"{tmp_path}/code")]
 
 
+def test_a_script_in_tmp_is_refused(tmp_path, monkeypatch):
+    """The containers have a /tmp of their own."""
+    own = {"SCRIPT": "/tmp/train.py", "WORKDIR": str(tmp_path), "RUN_DIR": str(tmp_path), "RESUME": "none"}
+    monkeypatch.setattr(compose.script, "job_environment", lambda name: own)
+    with refused("SCRIPT, WORKDIR: /tmp is another folder in containers; move the script to a folder below it"):
+        compose.script_spec("", [])
+
+
 def test_modules_of_the_callers_own_are_seen_in_the_containers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     own = compose.recipe_spec("ddp", ["--model", "vit-tiny", "--data=digits", "--epochs", "2"])
@@ -373,6 +382,9 @@ def test_folders_of_the_caller_become_those_of_the_container(tmp_path, monkeypat
     assert own.options == [*options, "--name", "ddp-002", "--runs-dir", "/runs", "--data-dir", "/data"]
     assert (own.run, own.data) == (tmp_path / "mine/ddp-002", Path("/mnt/images"))
     assert compose.recipe_spec("probe", ["--device", "cpu"]).options == ["--device", "cpu"]
+    for name in ("../mine", "/tmp", "a/b"):  # the containers' user would own that folder
+        with refused(f"NAME expects a plain name, without folders, got {name!r}"):
+            compose.recipe_spec("ddp", ["--name", name])
 
 
 def test_a_cache_is_a_folder_of_this_machine(tmp_path, monkeypatch):
@@ -419,6 +431,26 @@ def test_an_engine_that_does_not_answer_is_one_line(tmp_path, monkeypatch, capsy
     assert compose.main(["ddp", "--nodes", "2"]) == 2
     expected = "error: the Docker engine gave docker.sh info no answer within 0.2 s; restart it "
     assert capsys.readouterr().err == f"{expected}(systemctl restart docker)\n"
+
+
+def test_an_image_of_other_code_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compose, "revision", lambda: f"{'a' * 40}-dirty")
+    for inside, is_told in (("b" * 40, True), (f"{'a' * 40}-dirty", False)):
+        compose.check_image(docker_that(tmp_path, f"echo {inside}"), "mine", "ddp")
+        told = f"warning: mine holds revision {'b' * 12}, this checkout is {'a' * 12}-dirty; make image"
+        assert capsys.readouterr().err.startswith(told) is is_told
+
+
+def test_compose_is_that_of_docker_or_the_older_program(tmp_path, monkeypatch):
+    docker, older = docker_that(tmp_path, '[[ $1 != compose ]] || { echo "no disk" >&2; exit 1; }'), "/bin/older"
+    monkeypatch.setattr(compose.shutil, "which", {"docker-compose": older}.get)
+    assert compose.find_compose(docker) == [older]
+    assert compose.find_compose("true") == ["true", "compose"]
+    monkeypatch.setattr(compose.shutil, "which", lambda name: None)
+    with refused("Docker Compose not found; install its plugin"):
+        compose.find_compose(docker)
+    with refused("Compose could not make the containers: no disk"):
+        compose.run_nodes(docker, [docker, "compose"], {}, 2, compose.LocalJob())
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, monkeypatch, capsys):

@@ -17,6 +17,7 @@ from scripts.launch import interface
 from scripts.launch.cores import count_cores
 from scripts.launch.fabric import fabric_environment
 from scripts.launch.interface import interface_to
+from tests.conftest import refused
 from tests.support import ROOT, write_program
 
 LIBRARIES = ("NCCL_", "GLOO_", "FI_", "OMP_")
@@ -364,6 +365,11 @@ def test_an_interface_of_the_default_route_or_one_that_is_not_virtual_is_preferr
 def test_no_such_host():
     with pytest.raises(UserError, match=r"cannot resolve no-such-host\.invalid"):
         interface_to("no-such-host.invalid")
+
+
+def test_no_route_is_one_line():
+    with refused(f"{socket.gethostname()} has no route to 255.255.255.255: "):  # refused without SO_BROADCAST
+        interface_to("255.255.255.255")
 
 
 @pytest.mark.usefixtures("named_as_a_loopback")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import socket
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -16,6 +17,7 @@ from recipes.common.job import MOST_MS
 from recipes.common.process.signals import GO, STOP, vote_interval
 from recipes.common.restore import restore
 from recipes.common.task import Classification
+from tests.conftest import refused
 from tests.tiny import tiny_job
 
 
@@ -194,3 +196,14 @@ class TestJob:
             "the checkpoint does not fit this run: weight is (2, 2) there, and (1, 1) in --model lenet (2 tensors "
             "differ); use the model that it is of, or start a new run without --resume"
         )
+
+
+def test_a_rank_that_does_not_see_the_runs_folder_is_refused_before_it_trains(tmp_path):
+    """Its part of the first checkpoint could not be written."""
+    job = tiny_job("--runs-dir", str(tmp_path))
+    job.args = dataclasses.replace(job.args, sharded_checkpoints=True)
+    job.peers.rank = 1
+    job.peers.broadcast_object = lambda own: (tmp_path / "run", False)
+    fix = "let all ranks share --runs-dir, or drop --sharded-checkpoints"
+    with refused(f"no {tmp_path}/run on {socket.gethostname()}, where rank 0 has the run; {fix}"):
+        loop.begin_run(job)

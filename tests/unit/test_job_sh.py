@@ -103,10 +103,12 @@ def test_a_job_whose_elastic_store_loses_its_port_is_requeued(job, tmp_path):
     """Otherwise its nodes would wait until RDZV_TIMEOUT_S, or meet another program at the port."""
     write_program(tmp_path / "python", STORE)
     own = {"PYTHON": str(tmp_path / "python")}
-    done = job(then='make_elastic; echo "$MASTER_PORT $RDZV_ENDPOINT"; echo "${srun[*]}"', **own)
+    earlier = 'touch "$logs/.store" "$logs/.ended"'
+    show = '[[ ! -e $ENDED_FILE ]] && echo "$MASTER_PORT $RDZV_ENDPOINT"; echo "${srun[*]}"'
+    done = job(then=f"{earlier}; make_elastic; {show}", **own)
     assert re.search(r"^(\d+) n1:\1$", done.stdout, re.MULTILINE), done.stderr
     assert done.stdout.endswith(" --no-kill --kill-on-bad-exit=0 --wait=0\n"), "others outlive a lost node"
-    then = "export HELD=$MASTER_PORT; make_elastic; echo more"
+    then = f"{earlier}; export HELD=$MASTER_PORT; make_elastic; echo more"
     done = job(then=then, **own)
     assert "job 7: another process took port 2" in done.stdout
     assert is_requeued(tmp_path)
@@ -141,6 +143,16 @@ def test_a_file_of_a_script_does_not_end_an_elastic_job(script, signal, said):
     done = script(f'{ended}; sleep 0.02; touch "$run_dir/result.json"; end_job')
     assert done.returncode != 0
     assert said in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_an_elastic_recipe_that_has_lost_a_node_has_ended_once_its_record_says_so(job, tmp_path, is_complete):
+    write_program(tmp_path / "srun", "case $* in *n2*) exit 1 ;; esac")  # n2 does not answer
+    ended = f'touch "$run_dir/config.json"; if {str(is_complete).lower()}; then touch "$run_dir/result.json"; fi'
+    done = job(then=f"sleep 0.02; {ended}; RDZV_ENDPOINT=n1:7 status=137 greatest=137; end_job")
+    assert (done.returncode == 0) is is_complete, done.stderr
+    assert is_requeued(tmp_path) is not is_complete
+    assert is_complete or "job 7: no answer from n2; it is requeued" in done.stdout
 
 
 def test_a_port_that_is_taken_on_any_address_is_passed_over(job):
@@ -866,6 +878,15 @@ def test_a_recipe_that_was_stopped_is_not_complete(job, tmp_path, then, requeues
     assert done.returncode != 0
 
 
+@pytest.mark.parametrize("state", ["CANCELLED", "REQUEUED"])
+def test_a_job_that_slurm_ends_is_not_requeued(job, submitted, tmp_path, state):
+    (tmp_path / "scontrol").write_text(SCONTROL.replace("RUNNING", state))
+    for done in (job(then="signal=USR1 status=0 greatest=0; end_job"), submitted("0 USR1", 0, RECORD)):
+        assert f"job 7 is {state} and its ranks have left; to resume: " in done.stdout, done.stderr
+        assert done.returncode == 1
+    assert not is_requeued(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("begin", "options"),
     [('begin_job probe "$@"', ()), ('begin_job ddp "$@"', ("--help",)), ('begin_job ddp "$@"', ("-h",))],
@@ -896,6 +917,27 @@ run_step {step}
 echo "ended with $status"
 """
     assert "ended with 5" in job(then=then).stdout
+
+
+def test_after_a_signal_no_step_begins(job, tmp_path):
+    done = job(then=f'kill -TERM $$; run_step touch {tmp_path}/ran; echo "$signal $status"')
+    assert done.stdout.endswith("TERM 0\n"), done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(("first", "status"), [("Exited with exit code 2", 2), ("Killed", 137)])
+def test_the_status_of_a_step_is_that_of_the_task_that_failed_first(job, tmp_path, first, status):
+    """srun kills the other tasks, and its own status is the greatest."""
+    said = f'srun: error: n2: tasks 1-3: {first}"; echo "srun: error: n1: task 0: Exited with exit code 3'
+    write_program(tmp_path / "srun", f'exec >&2; echo "{said}"; exit 137')
+    assert job(then='run_step srun; echo "$status of $greatest"').stdout.endswith(f"\n{status} of 137\n")
+
+
+def test_a_folder_of_runs_that_cannot_be_made_is_one_line(job, tmp_path):
+    (tmp_path / "runs").touch()
+    done = job(NAME="mine")
+    assert done.returncode == 2
+    assert done.stderr.endswith(f"error: cannot make {tmp_path}/runs/mine/slurm; choose another folder of runs\n")
 
 
 @pytest.mark.parametrize("option", ["--runs-dir=elsewhere", "--name=mine"])

@@ -19,7 +19,7 @@ import torch
 from recipes.common.errors import UserError, as_user_error
 from recipes.common.process.node import Failure, Node, check_head, how_ended, wait_for_head
 from recipes.common.process.rendezvous_errors import MissingNodeError, PortTakenError
-from scripts.launch import agent, local, rank_processes, script
+from scripts.launch import agent, local, processes, rank_processes, script
 from tests import support
 from tests.conftest import refused
 from tests.support import ROOT, run_command, wait_until, write_program
@@ -89,6 +89,7 @@ def test_visible_gpus_of_the_machine(monkeypatch, tmp_path, capsys):
         tmp_path / "nvidia-smi", '[ "$1" = -L ] && printf "GPU 0: H100 (UUID: a)\\nGPU 1: H100 (UUID: b)\\n"'
     )
     assert local.visible_gpus() == ["0", "1"]
+    assert capsys.readouterr().err == ""
     hangs = Mock(side_effect=subprocess.TimeoutExpired("nvidia-smi", 30))
     monkeypatch.setattr(local.subprocess, "run", hangs)
     with pytest.raises(UserError, match="nvidia-smi -L does not answer; fix the driver"):
@@ -170,6 +171,15 @@ def test_free_ports_are_free_and_differ():
     for port in ports:
         socket.create_server(("127.0.0.1", port)).close()
     assert max(ports) < 32768
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a port is held on Linux alone")
+@pytest.mark.parametrize(("address", "place"), [("", "0.0.0.0"), ("127.0.0.1", "127.0.0.1"), ("::1", "::1")])
+def test_a_free_port_is_one_of_the_address(address, place):
+    if ":" in address and not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6; boot it without ipv6.disable=1")
+    port = local.free_port(address)
+    assert local._held[-1].getsockname()[:2] == (place, port)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a port is held on Linux alone")
@@ -539,6 +549,23 @@ def test_a_run_folder_that_another_user_keeps_private_is_one_line(monkeypatch, t
             patch.setattr(owner, name, Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
             with pytest.raises(UserError, match=rf"^cannot use {tmp_path}/mine: Permission denied; give it to "):
                 call()
+
+
+def test_a_file_system_without_locks_is_no_obstacle(monkeypatch, tmp_path):
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))))
+    script.lock_run_dir(tmp_path)
+
+
+def test_a_stop_that_comes_before_the_command_is_started_reaches_it(monkeypatch):
+    start = subprocess.Popen
+
+    def start_late(*words, **how):
+        signal.raise_signal(signal.SIGTERM)
+        return start(*words, **how)
+
+    monkeypatch.setattr(subprocess, "Popen", start_late)
+    status, received = processes.run(["sleep", "60"], dict(os.environ))
+    assert (status, received) == (128 + signal.SIGTERM, [signal.SIGTERM])
 
 
 def test_two_scripts_at_once_in_one_folder_are_refused(tmp_path):

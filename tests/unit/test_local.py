@@ -6,13 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from recipes.common.errors import UserError
+from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import local
 from scripts.launch.command import temporary_folder
+from scripts.launch.rejoin import LOST_STATUS
+from tests.conftest import refused
 from tests.support import ROOT, wait_until
 
 HELD_BACK = "echo 'error: a disk is slow'"
@@ -70,13 +74,22 @@ def test_a_node_whose_output_nobody_reads_any_more_goes_on(monkeypatch):
             raise BrokenPipeError
 
     monkeypatch.setattr(sys, "stderr", Closed())
-    assert start(local.LocalJob(), "exit 0", "timeout 20 seq 100000").wait() == 0
+    assert start(local.LocalJob(), "exit 0", f"{HELD_BACK}; timeout 20 seq 100000").wait() == 0
 
 
 def test_a_stop_before_any_node_listens_is_told(capsys):
     job = start(local.LocalJob(), "sleep 60", "sleep 60")
     job.record_stop(signal.SIGTERM, None)
     assert (job.wait(), *capsys.readouterr()) == (0, "stopped by SIGTERM\n", "")
+
+
+def test_a_stop_is_repeated_until_a_node_has_its_handlers(tmp_path):
+    node = f"trap '' USR1; touch {tmp_path}/up; sleep 0.3; trap 'exit 0' USR1; until false; do sleep 0.1; done"
+    job = start(local.LocalJob(), node)
+    wait_until((tmp_path / "up").exists, 20, "the node")
+    job.record_stop(signal.SIGUSR1, None)
+    assert job.wait() == 0
+    assert job.nodes[0].returncode == 0
 
 
 def test_stop_signals_that_go_on_after_the_end_change_nothing():
@@ -96,7 +109,8 @@ def test_stop_signals_that_go_on_after_the_end_change_nothing():
 
 
 def test_a_refusal_that_node_0_prints_is_not_repeated(capsys):
-    job = start(local.LocalJob(), "exit 2", f"{HELD_BACK}; exit 2")
+    """Although another node prints it earlier, and ends later."""
+    job = start(local.LocalJob(), "sleep 0.3; exit 2", f"{HELD_BACK}; sleep 0.5; exit 2")
     assert (job.wait(), capsys.readouterr().err) == (2, "")
 
 
@@ -108,6 +122,14 @@ def test_the_death_of_an_elastic_job_s_store_is_named_with_the_remedy(monkeypatc
         1,
         "error: the job's store was killed by SIGKILL, so all nodes are stopped; to resume: again\n",
     )
+
+
+def test_the_loss_of_all_nodes_of_an_elastic_job_is_named_with_the_remedy(capfd):
+    """The results are those of rank 0, which may be on any node."""
+    last = f"echo epoch 1; echo slow >&2; exit {LOST_STATUS}"
+    job = start(local.ElasticJob(1, 3, "127.0.0.1", "to resume: again"), "kill -KILL $$", last)
+    said = "[node 1] slow\nerror: all nodes are lost; to resume: again\n"
+    assert (job.wait(), *capfd.readouterr()) == (1, "epoch 1\n", said)
 
 
 def test_an_elastic_node_that_the_stop_signal_meets_as_it_ends_is_not_lost():
@@ -124,6 +146,8 @@ def test_the_job_that_another_port_started_anew_hears_of_a_lost_terminal_too(bef
         job.handle_signals()
         expected = before if before == signal.SIG_IGN else job.interrupt
         assert signal.getsignal(signal.SIGHUP) == expected, "nohup ignores it"
+        assert signal.getsignal(signal.SIGINT) == job.interrupt
+        assert {signal.getsignal(number) for number in STOP_SIGNALS} == {job.record_stop}
 
 
 def test_a_temporary_folder_that_is_full_is_named_and_no_other_file():
@@ -134,6 +158,12 @@ def test_a_temporary_folder_that_is_full_is_named_and_no_other_file():
         Path(folder, "missing").read_text()
     with pytest.raises(OSError, match="elsewhere"), temporary_folder():
         raise OSError(errno.ENOSPC, "No space left on device", "/elsewhere")
+
+
+def test_a_temporary_folder_that_cannot_be_made_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with refused("cannot make a temporary folder: No such file or directory; free some space, or set TMPDIR"):
+        temporary_folder().__enter__()
 
 
 def test_two_elastic_jobs_that_start_in_one_second_have_two_names(monkeypatch):

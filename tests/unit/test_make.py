@@ -257,6 +257,8 @@ def test_what_a_target_installs(monkeypatch, target, variables, packages, needs_
         ("submit", {"RECIPE": "ddp", "GPUS": "8:h100"}, "GPUS expects a whole number, or a type and a "),
         ("k8s", {"RECIPE": "ddp", "GPUS": "h100:8"}, "GPUS expects a whole number of at least 0, got 'h100:8'"),
         ("same", {"GLOBAL_BATCH": "many"}, "GLOBAL_BATCH expects a whole number of at least 1, got 'many'"),
+        ("plan", {"RECIPE": "ddp", "CHECK": "2"}, "CHECK is 1 (real runs on this machine) or mlperf ("),
+        ("drill", {"SCRIPT": "train.py"}, "SCRIPT is for make run, submit, k8s and same; unset it"),
         ("k8s-delete", {}, "NAME is empty; name the job: make k8s-delete NAME=mine"),
         ("export", {"RUN": "runs/mine"}, "OUT is empty; make export RUN=runs/ddp-001 OUT=model.pt"),
     ],

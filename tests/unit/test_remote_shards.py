@@ -448,6 +448,18 @@ def half_a_class(about, arrays):
     about["num_classes"] += 0.5
 
 
+def add_classes(about, arrays):
+    about["num_classes"] = len(arrays["train_label"]) + 1
+
+
+def empty(about, arrays):
+    arrays.update({name: values[:0] for name, values in arrays.items() if name.startswith("val_")})
+
+
+def lose_label(about, arrays):
+    arrays["train_label"] = arrays["train_label"][:-1]
+
+
 def cut_header(folder):
     """Make an array whose header has an open bracket."""
     with zipfile.ZipFile(folder / INDEX, "w") as archive:
@@ -485,6 +497,12 @@ def pickle_it(about, arrays):
             lambda folder: rewrite(folder, half_a_class),
             r"is damaged \(a size or num_classes is not a whole number",
         ),
+        (lambda folder: rewrite(folder, add_classes), r"is damaged \(there are more classes than images\)"),
+        (
+            lambda folder: rewrite(folder, empty),
+            r"is damaged \(val has no images, or not all of them have all fields",
+        ),
+        (lambda folder: rewrite(folder, lose_label), r"is damaged \(train has no images, or not all of them have"),
         (cut_header, r"index\.npz is damaged \("),
         (lambda folder: rewrite(folder, pickle_it), r"is damaged \(Object arrays cannot be loaded"),
     ],
