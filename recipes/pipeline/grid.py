@@ -122,7 +122,7 @@ class Grid(World):
         Call it on all ranks of a replica.
         """
         filled = (share for share in shares if len(share))
-        nothing = ((torch.empty(len(i), 0), target.zeros(len(i))) for i in filled)
+        nothing = ((torch.empty(len(i), 0), target.zeros(len(i), self.device)) for i in filled)
         for inputs, targets in split.batches(filled, epoch) if self.stage == 0 else nothing:
             targets = targets.to(self.device).contiguous()
             # Pipeline: only a replica's first stage reads data; it broadcasts the targets, 8 bytes per label.

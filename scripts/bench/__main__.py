@@ -3,7 +3,7 @@
     make bench
     make bench PARTS="launch step" ROUNDS=3
 
-Prints the goal, the measured value and the peer of every figure. After each part, writes them to
+Prints the goal, the measured value and the peer of every figure, and writes each as soon as it is measured to
 docs/benchmarks/DATE-DEVICE.json (--output FILE), from which `make report` renders the page. A part that this
 machine cannot measure reports why. A missed goal is not an error: people judge it.
 Exit status 0 whatever the figures are; 1: a part failed; 2: bad usage.
@@ -89,17 +89,18 @@ def main(argv: list[str]) -> int:
     for part in parts:
         rounds = min(args.rounds, PARTS[part])
         print(f"bench: {part}, {rounds} round{'s' * (rounds > 1)}", flush=True)
-        begin = time.monotonic()
+        begin, found = time.monotonic(), list[Figure]()
         try:
-            found = measure(part, rounds)
+            for figure in measure(part, rounds):
+                found.append(figure)
+                write(part, found, rounds, about, output)  # each at once: the next one may never come
         except (ImportError, LookupError, OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
             # A failure of one part must not lose the others, which may take hours.
             print(f"error: {part}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             failed.append(part)
-            continue
-        figures += found
-        write(part, found, rounds, about, output)
-        print(f"{table(found)}\n({time.monotonic() - begin:.0f} s)\n", flush=True)
+        if found:
+            figures += found
+            print(f"{table(found)}\n({time.monotonic() - begin:.0f} s)\n", flush=True)
     if figures:
         print(f"{table(figures)}\nwrote {os.path.relpath(output)}")
     return 1 if failed else 0

@@ -19,7 +19,7 @@ PARTS = {
 }
 """The parts and the maximum rounds of each. A part is a module with `measure(rounds, folder) -> list[Figure]`.
 
-With its warm-up, the one round of gpu should take less than ten minutes (estimated; it has not run on a GPU yet).
+The one round of gpu should take less than ten minutes (estimated; it has not run on a GPU yet).
 """
 
 TITLES = ("figure", "goal", "measured", "min .. max", "met", "against", "note")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from scripts.bench.figures import Figure, Rounds, median_and_range, speed_figure
 from scripts.bench.programs import contender, parse_result, recipe, run
 from scripts.launch.cores import count_cores
 
-BATCH, STEPS, IMAGES = 256, 60, 2048
+BATCH, STEPS, IMAGES, CLASSES = 256, 60, 2048, 1000
 OPTIONS = ("--device", "cuda", "--model", "resnet50", "--image-size", "224", "--epochs", "1000")
 RESIDENT = ("--data", "synthetic", "--num-samples", str(IMAGES))
 FAST = ("--amp", "bf16", "--compile")
@@ -43,21 +43,36 @@ LENET = "LeNet, 60,000 images, batch 256: seconds of an epoch"
 ROOFLINE = "bf16 matrix products"
 
 
-def measure(rounds: int, folder: Path) -> list[Figure]:
-    """Measure images/s and peak memory of resnet50, tokens/s of gpt-small, and seconds of an epoch of LeNet."""
-    if not torch.cuda.is_available():
-        reason = "there is no GPU"
-        return [*(unmeasured(name, reason) for name in (RESNET, GPT)), unmeasured(LENET, reason, LENET_GOAL)]
-    return [*resnet(rounds, folder), *gpt(rounds, folder), *lenet(rounds, folder)]
+def measure(rounds: int, folder: Path) -> Iterator[Figure]:
+    """Yield images/s and peak memory of resnet50, tokens/s of gpt-small, and seconds of an epoch of LeNet."""
+    for name, goal, model in ((RESNET, "", resnet), (GPT, "", gpt), (LENET, LENET_GOAL, lenet)):
+        if not torch.cuda.is_available():
+            yield unmeasured(name, "there is no GPU", goal)
+            continue
+        try:
+            yield from model(rounds, folder)
+        except (LookupError, OSError, RuntimeError, ValueError) as error:
+            print(f"warning: {name}: {error}", file=sys.stderr, flush=True)
+            yield unmeasured(name, str(error), goal)
+
+
+def write_dataset(folder: Path) -> None:
+    """Write JPEGs of as many classes, and as many for the test, as the synthetic data: torch compiles one model.
+
+    All steps are one epoch: each epoch begins with a wait until a worker has decoded a whole batch.
+    """
+    jpeg.write_photos(folder / "originals", IMAGES)
+    originals = list((folder / "originals").rglob("*.jpg"))
+    for half, count in (("train", BATCH * (STEPS + 1)), ("val", IMAGES // 8)):
+        for number in range(count):
+            path = folder / half / f"{number % CLASSES}" / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.hardlink_to(originals[number % len(originals)])
 
 
 def resnet(rounds: int, folder: Path) -> list[Figure]:
     """Measure resnet50 with the data on the GPU and from JPEGs."""
-    jpeg.write_photos(folder / "photos", IMAGES)
-    # All steps are one epoch: each epoch begins with a wait until a worker has decoded a whole batch.
-    for path in list((folder / "photos" / "train").rglob("*.jpg")):
-        for number in range(BATCH * (STEPS + 1) // IMAGES):
-            path.with_stem(f"{path.stem}-{number}").hardlink_to(path)
+    write_dataset(folder / "photos")
     cores = count_cores()
     photos = ("--data", "imagefolder", "--data-dir", str(folder / "photos"), "--workers", str(cores))
     size = ("--global-batch-size", str(BATCH), "--max-steps")
@@ -127,9 +142,9 @@ def ratios(
 
 
 def measure_working(contenders: Mapping[str, Callable[[], float]], rounds: int) -> tuple[Rounds, dict[str, str]]:
-    """Call each contender once to warm up; return the rounds of those that work, and why the others do not.
+    """Return the rounds of the contenders that work, and why the others do not: these are not called again.
 
-    The first call puts the compiled kernels into torch's cache. One that fails is not called again.
+    None needs a warm-up: no time includes a process's first step, in which torch compiles or loads its kernels.
     """
     faults: dict[str, str] = {}
 
@@ -141,7 +156,7 @@ def measure_working(contenders: Mapping[str, Callable[[], float]], rounds: int) 
             faults[name] = str(error).strip().splitlines()[-1]
             return math.nan
 
-    values = take_turns({name: partial(attempt, name) for name in contenders}, rounds, warm_up=True)
+    values = take_turns({name: partial(attempt, name) for name in contenders}, rounds)
     return {name: own for name, own in values.items() if name not in faults}, faults
 
 
@@ -162,8 +177,8 @@ def matmul_tflops() -> float:
 def lenet(rounds: int, folder: Path) -> list[Figure]:
     """Measure an epoch of the tutorial's training on the GPU, in eager mode and with CUDA graphs."""
     small_data.write_data(folder / "small")
-    options = ["--device", "cuda", "--data", "fashion-mnist", "--data-dir", str(folder / "small"), "--epochs", "4"]
-    options += ["--global-batch-size", "256", "--log-every", "100"]
+    options = ["--device", "cuda", "--data", "fashion-mnist", "--data-dir", str(folder / "small")]
+    options += ["--epochs", "20", "--global-batch-size", "256", "--log-every", "100"]
 
     def epoch_s(*more: str) -> float:
         return small_data.SAMPLES / recipe("single", folder, [*options, *more])["samples_per_s"]

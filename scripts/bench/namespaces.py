@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,28 +28,31 @@ MODULE = "scripts.bench.namespaces"
 PARTS = ("overlap", "scaling", "wire", "plan")
 
 
-def measure_here(part: str, rounds: int) -> list[Figure]:
+def measure_here(part: str, rounds: int) -> Iterator[Figure]:
     """Measure a part of make bench in this process and a temporary folder."""
     module = importlib.import_module(f"scripts.bench.{part.replace('-', '_')}")
     with tempfile.TemporaryDirectory(prefix=f"bench-{part}-") as folder:
-        return [replace(figure, part=part) for figure in module.measure(rounds, Path(folder))]
+        for figure in module.measure(rounds, Path(folder)):
+            yield replace(figure, part=part)
 
 
-def measure(part: str, rounds: int) -> list[Figure]:
-    """Measure a part of make bench; one of PARTS in its own process, or as unmeasured if that is impossible here.
+def measure(part: str, rounds: int) -> Iterator[Figure]:
+    """Yield a part's figures as they are measured; those of PARTS by a process of its own, or as unmeasured.
 
     Raises:
         RuntimeError: its process failed, and has printed why.
     """
     if part not in PARTS:
-        return measure_here(part, rounds)
+        yield from measure_here(part, rounds)
+        return
     if reason := network.why_not(narrow=True):
-        return [replace(unmeasured("nodes with a network each", reason), part=part)]
+        yield replace(unmeasured("nodes with a network each", reason), part=part)
+        return
     with tempfile.NamedTemporaryFile(suffix=".json") as result:
         words = [part, "--rounds", str(rounds), "--result", result.name]
         if status := subprocess.run([sys.executable, "-m", MODULE, *words], cwd=ROOT).returncode:
             raise RuntimeError(f"ended with status {status}")
-        return [Figure(**row) for row in json.load(result)]
+        yield from (Figure(**row) for row in json.load(result))
 
 
 @command
@@ -63,7 +67,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{args.part} cannot be measured here: {reason}")
     network.enter(MODULE, argv)
     try:
-        figures = measure_here(args.part, args.rounds)
+        figures = list(measure_here(args.part, args.rounds))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -19,8 +19,10 @@ import secrets
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -152,10 +154,26 @@ def node_environment(node: int, nodes: int, processes: int, gpus: list[str], por
         "PORT_IS_CHOSEN": "1",
         "PYTHON": sys.executable,
     }
+    for name, folder in keep_compiled_code().items():
+        environment.setdefault(name, folder)
     # Threads that wait at a barrier soon sleep instead of burning a core that another process needs.
     environment.setdefault("GOMP_SPINCOUNT", "10000")
     environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # nothing listens beyond it
     return environment
+
+
+def keep_compiled_code() -> dict[str, str]:
+    """Return the variable that makes torch keep compiled code for later jobs: its default, TMPDIR, ends with one.
+
+    Torch runs what it finds there, and the name can be guessed: {} if others own the folder, or can write to it.
+    """
+    folder = Path(tempfile.gettempdir(), f"torchinductor_{os.geteuid()}")
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        about = folder.lstat()
+        if stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o022:
+            return {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    return {}
 
 
 class LocalJob:

@@ -820,3 +820,17 @@ def test_gpus_that_torch_counts_and_cannot_use_do_not_count(monkeypatch, capsys)
     found = json.loads(capsys.readouterr().out)
     assert [device["device"] for device in found["devices"]] == ["cpu"]
     assert found["cuda_error"] == said
+
+
+def test_a_gpu_is_timed_until_its_clock_has_risen(monkeypatch):
+    """An idle GPU is slow at first; 10 products of 2 x 10^3 operations in 1 us are 0.02 Tflop/s."""
+    now, speeds = [0.0], iter([1.0, 0.5, 0.1, 1e-6, 0.1])
+    clock = Mock(side_effect=lambda: now[0])
+    waits = Mock(
+        side_effect=lambda device: now.__setitem__(0, now[0] + (next(speeds) if waits.call_count > 1 else 0))
+    )
+    monkeypatch.setattr(torch_facts, "TIMED_SIZE", 10)
+    monkeypatch.setattr(torch_facts, "TIMED_S", 1.65)
+    monkeypatch.setattr(torch_facts.time, "perf_counter", clock)
+    monkeypatch.setattr(torch.cuda, "synchronize", waits)
+    assert torch_facts.speed(torch.device("cpu")) == pytest.approx(0.02, rel=1e-3)

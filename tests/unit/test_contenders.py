@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from recipes.common.data import load_data
 from recipes.common.models.models import LeNet
+from recipes.single.train import options
 from scripts.bench import gpu, jpeg, programs
 from scripts.bench.contenders import bare_step, lenet
+from scripts.bench.figures import Figure, unmeasured
 from tests.support import has_ended, wait_until
 
 
@@ -99,7 +102,7 @@ def test_what_fails_on_a_gpu_does_not_lose_what_works(monkeypatch, tmp_path, cap
     monkeypatch.setattr(gpu, "matmul_tflops", lambda: 700.0)
     monkeypatch.setattr(gpu.small_data, "write_data", lambda folder: None)
     monkeypatch.setattr(gpu, "IMAGES", 2048 // 8)
-    figures = gpu.measure(2, tmp_path)
+    figures = list(gpu.measure(2, tmp_path))
     found = {figure.peer: figure.measured for figure in figures if figure.measured}
     assert len(figures) == 9
     assert found["eager fp32 loop on ready tensors"] == 3.0
@@ -111,4 +114,30 @@ def test_what_fails_on_a_gpu_does_not_lose_what_works(monkeypatch, tmp_path, cap
     (lost,) = [figure for figure in figures if figure.measured is None]
     assert lost.note.startswith("not measured: error: --decode gpu needs nvImageCodec (the same from JPEGs, read")
     assert "warning: photos, decoded by it: python ... ended with status 2" in capsys.readouterr().err
-    assert len(list((tmp_path / "photos/train").rglob("*.jpg"))) >= gpu.BATCH * (gpu.STEPS + 1)
+    assert len(list((tmp_path / "photos/train").rglob("*.jpg"))) == gpu.BATCH * (gpu.STEPS + 1)
+
+
+def test_what_one_model_lacks_on_a_gpu_does_not_lose_the_others(monkeypatch, tmp_path):
+    def fail(rounds, folder):
+        raise OSError("no space")
+
+    figure = Figure("ours", 1.0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "resnet", fail)
+    monkeypatch.setattr(gpu, "gpt", lambda rounds, folder: [figure])
+    monkeypatch.setattr(gpu, "lenet", fail)
+    lost = [unmeasured(gpu.RESNET, "no space"), unmeasured(gpu.LENET, "no space", gpu.LENET_GOAL)]
+    assert list(gpu.measure(1, tmp_path)) == [lost[0], figure, lost[1]]
+
+
+def test_photos_and_synthetic_images_are_of_one_shape(monkeypatch, tmp_path):
+    """Otherwise torch compiles resnet50 for each of the two, which takes a minute or more."""
+    monkeypatch.setattr(jpeg, "WIDTH", 16)
+    monkeypatch.setattr(jpeg, "HEIGHT", 16)
+    gpu.write_dataset(tmp_path)
+    words = ["--image-size", "8", "--workers", "0"]
+    sources = (["--data", "imagefolder", "--data-dir", str(tmp_path)], ["--num-samples", str(gpu.IMAGES)])
+    photos, drawn = (
+        load_data(options([*words, "--data", "synthetic", *own]), torch.device("cpu"), print) for own in sources
+    )
+    assert (photos.num_classes, len(photos.test)) == (drawn.num_classes, len(drawn.test)) == (1000, 256)

@@ -166,6 +166,28 @@ def test_a_temporary_folder_that_cannot_be_made_is_one_line(monkeypatch, tmp_pat
         temporary_folder().__enter__()
 
 
+def test_code_that_torch_has_compiled_outlives_the_job_in_a_folder_of_this_user(tmp_path, monkeypatch):
+    """It takes minutes to compile a large model again."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    folder = tmp_path / f"torchinductor_{os.geteuid()}"
+    for _ in range(2):  # the second job finds the first one's folder
+        environment = local.node_environment(0, 1, 1, [], 29500)
+        assert environment["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
+        assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)  # as another user may have made it
+    assert "TORCHINDUCTOR_CACHE_DIR" not in local.node_environment(0, 1, 1, [], 29500)
+    folder.rename(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").chmod(0o700)
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert local.keep_compiled_code() == {}
+    folder.unlink()
+    folder.touch()
+    assert local.keep_compiled_code() == {}
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
+    assert local.node_environment(0, 1, 1, [], 29500)["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
+
+
 def test_two_elastic_jobs_that_start_in_one_second_have_two_names(monkeypatch):
     monkeypatch.setattr(local.time, "strftime", lambda _: "20260131-100000")
     own = local.name_run("ddp")

@@ -177,29 +177,30 @@ def test_a_readme_without_markers_is_refused(tmp_path):
 
 def test_what_is_measured_is_kept_where_a_later_part_is_interrupted(tmp_path, monkeypatch, capsys):
     def measure(part, rounds):
-        if part == "wire":
-            raise KeyboardInterrupt
         if part == "jpeg":
             raise ImportError("no simplejpeg")
-        return [replace(SLOW, part=part) if part == "checkpoint" else LOOP]
+        yield replace(SLOW, part=part) if part != "small-data" else LOOP
+        if part == "wire":
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(bench, "measure", measure)
     path = tmp_path / "figures.json"
     assert bench.main(["small-data", "jpeg", "wire", "--output", str(path)]) == 128 + signal.SIGINT
     assert "error: jpeg: ImportError: no simplejpeg\n" in capsys.readouterr().err
     kept = json.loads(path.read_text())
-    assert kept["figures"] == [LOOP.as_dict()]
-    assert {part: measured["rounds"] for part, measured in kept["parts"].items()} == {"small-data": 3}
+    assert kept["figures"] == [LOOP.as_dict(), SLOW.as_dict()], "also of a part that is not complete"
+    assert {part: measured["rounds"] for part, measured in kept["parts"].items()} == {"small-data": 3, "wire": 3}
     # A part measured later, at another commit, is added; the file says which rounds and commits it holds.
     now = kept["parts"]["small-data"]["revision"]
-    earlier = {"parts": {"small-data": {"rounds": 3, "revision": "abc"}}, "remark": "Beside other work."}
-    path.write_text(json.dumps({**kept, **earlier}))
+    kept["parts"]["small-data"]["revision"] = "abc"
+    path.write_text(json.dumps({**kept, "remark": "Beside other work."}))
     assert bench.main(["checkpoint", "--output", str(path)]) == 0
     both = json.loads(path.read_text())
-    assert [figure["part"] for figure in both["figures"]] == ["small-data", "checkpoint"]
+    assert [figure["part"] for figure in both["figures"]] == ["small-data", "wire", "checkpoint"]
     assert both["remark"] == "Beside other work."
     assert both["parts"] == {
         "small-data": {"rounds": 3, "revision": "abc"},
+        "wire": {"rounds": 3, "revision": now},
         "checkpoint": {"rounds": 5, "revision": now},
     }
 
