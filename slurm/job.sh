@@ -134,7 +134,7 @@ begin_job() {
     mkdir -p "$logs" || refuse "cannot make $logs; choose another folder of runs"
     # One log per node: a node that is cut off can still write its own.
     srun+=(--output="$logs/%N.txt" --open-mode=append)
-    # srun's %N is the host name, which may differ from NodeName: one file with both names.
+    # Before Slurm 25.11, srun's %N is the host name, which may differ from NodeName: one file with both names.
     host_log=$logs/$(hostname -s).txt head_log=$logs/${SLURMD_NODENAME:-$(hostname -s)}.txt started=$logs/.started
     touch "$host_log" "$started" || refuse "cannot write $logs; choose another folder of runs"
     if [[ ! -e $head_log ]]; then ln -s "$(basename "$host_log")" "$head_log"; fi
