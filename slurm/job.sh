@@ -37,11 +37,11 @@ unset SLURM_EXPORT_ENV SLURM_CPU_BIND SLURM_CPU_BIND_{LIST,TYPE,VERBOSE}
 # ... and how that distributes its tasks. Without one, SLURM_DISTRIBUTION is what the user gave to sbatch.
 if [[ -n ${SLURM_SRUN_COMM_PORT:-} ]]; then unset SLURM_DISTRIBUTION; fi
 # A step on one node cannot have the GPUs of all nodes (sbatch --gpus), and a task is to see all GPUs of its node, not only its
-# share (--gpus-per-task). The job's own request applies to a step that makes none.
-if [[ -n ${SLURM_GPUS_ON_NODE:-} && (-n ${SLURM_GPUS_PER_TASK:-} ||
+# share (--gpus-per-task, in Slurm 24.11 as SLURM_TRES_PER_TASK). The job's own request applies to a step that makes none.
+if [[ -n ${SLURM_GPUS_ON_NODE:-} && (-n ${SLURM_GPUS_PER_TASK:-} || ${SLURM_TRES_PER_TASK:-} == *gres/gpu* ||
     ${SLURM_GPUS:+${SLURM_GPUS##*:}} == "$((SLURM_GPUS_ON_NODE * SLURM_NNODES))") ]]; then
     export SLURM_GPUS_PER_NODE=$SLURM_GPUS_ON_NODE
-    unset SLURM_GPUS SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK
+    unset SLURM_GPUS SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_TRES_BIND
 fi
 
 refuse() {
@@ -134,7 +134,7 @@ begin_job() {
     mkdir -p "$logs" || refuse "cannot make $logs; choose another folder of runs"
     # One log per node: a node that is cut off can still write its own.
     srun+=(--output="$logs/%N.txt" --open-mode=append)
-    # srun's %N is the host name (in Slurm 22.05), which may differ from NodeName: one file with both names.
+    # Before Slurm 25.11, srun's %N is the host name, which may differ from NodeName: one file with both names.
     host_log=$logs/$(hostname -s).txt head_log=$logs/${SLURMD_NODENAME:-$(hostname -s)}.txt started=$logs/.started
     touch "$host_log" "$started" || refuse "cannot write $logs; choose another folder of runs"
     if [[ ! -e $head_log ]]; then ln -s "$(basename "$host_log")" "$head_log"; fi
@@ -543,15 +543,28 @@ leave_out() {
     fi
 }
 
+# Whether Slurm requeues this preempted job at the end of its script, as it does since 24.05, up to MaxBatchRequeue times. If the
+# script asked for it as well, Slurm would requeue the next start, too, at its end.
+slurm_requeues() {
+    local config shown version='SLURM_VERSION = ([0-9]+)\.([0-9]+)' limit='MaxBatchRequeue = ([0-9]+)'
+    config=$(scontrol show config | tr -s ' ') shown=$(scontrol show job "$job" --oneliner)
+    [[ $shown == *' Requeue=1 '* && $config == *'PreemptType = preempt/partition_prio'* &&
+        $(scontrol show partition "$SLURM_JOB_PARTITION") == *' PreemptMode=REQUEUE'* ]] &&
+        [[ $config =~ $version ]] && ((BASH_REMATCH[1] * 100 + 10#${BASH_REMATCH[2]} >= 2405)) &&
+        [[ $config =~ $limit ]] && (($(job_field BatchFlag) < BASH_REMATCH[1]))
+}
+
 # requeue REASON [NODES]: requeue the job, without these nodes, and exit.
 requeue() {
     local limit=${MAX_REQUEUES:-10}
     if ((restarts >= limit)); then
+        if [[ -n ${preempted:-} ]]; then scontrol update "JobId=$job" Requeue=0; fi # else Slurm requeues it
         echo "error: job $job: $1, and it has started $((restarts + 1)) times (MAX_REQUEUES=$limit);" \
             "$go_on" >&2
         exit 1
     fi
     echo "job $job: $1; it is requeued and resumes from its last checkpoint"
+    if [[ -n ${preempted:-} && -z ${2:-} ]] && slurm_requeues; then exit 1; fi
     if [[ -n ${2:-} ]]; then trap '' TERM; else trap - TERM; fi
     if scontrol requeue "$job"; then
         if [[ -z ${2:-} ]]; then exec sleep 60; fi # Slurm ends this script

@@ -223,7 +223,7 @@ def submit_runs(args: Namespace, folder: Path, runs: list[Run]) -> list[Any]:
     executor = submitit.SlurmExecutor(folder / "slurm", python=python)
     path = runs[0].program if runs[0].script else ""
     own = (sys.executable, path, args.max_requeues, ROOT / folder / "slurm", *(run.folder for run in runs))
-    # Since Slurm 22.05, srun does not inherit --cpus-per-task from the job.
+    # In Slurm 22.05 and 23.02, srun does not inherit --cpus-per-task from the job.
     cores = [f"--cpus-per-task={args.cpus_per_task}"] if args.cpus_per_task else []
     executor.update_parameters(
         job_name=folder.name,

@@ -37,10 +37,14 @@ def is_requeued(folder, job="7"):
     return f"requeue {job}" in (folder / "scontrol.txt").read_text().splitlines()
 
 
-def preempt(folder):
-    """Let scontrol show the job as preempted."""
-    script = (folder / "scontrol").read_text()
-    (folder / "scontrol").write_text(script.replace("PreemptTime=None", "PreemptTime=2026-11-22T10:00:00"))
+def preempt(folder, version="22.05.8", mode="REQUEUE", job="Requeue=1 BatchFlag=1"):
+    """Let scontrol show the job as preempted, in a partition of this PreemptMode."""
+    shown = f"PreemptTime=2026-11-22T10:00:00 {job} "
+    config = f"MaxBatchRequeue = 5\\nPreemptType = preempt/partition_prio\\nSLURM_VERSION = {version}\\n"
+    script = (folder / "scontrol").read_text().replace("PreemptTime=None", shown)
+    script = script.replace("requeue*)", f"'show config') printf '{config}' ;;\nrequeue*)")
+    script = script.replace("requeue*)", f"'show partition main') echo ' PreemptMode={mode}' ;;\nrequeue*)")
+    (folder / "scontrol").write_text(script)
 
 
 @pytest.fixture
@@ -365,6 +369,35 @@ def test_a_stopped_script_is_requeued_if_a_restart_would_go_on(script, tmp_path,
     assert (done.returncode == 0) is (then == "status=0"), done.stderr
     assert is_requeued(tmp_path) is requeues
     assert said in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("shown", "requeues"),
+    [
+        ({"version": "23.11.10"}, True),
+        ({"version": "24.05.0"}, False),
+        ({"version": "25.11.2"}, False),
+        ({"version": "25.11.2", "mode": "CANCEL"}, True),
+        ({"version": "25.11.2", "job": "Requeue=0 BatchFlag=1"}, True),  # then scontrol prints why it cannot
+        ({"version": "25.11.2", "job": "Requeue=1 BatchFlag=5"}, True),  # after one more, Slurm holds the job
+    ],
+)
+def test_a_preempted_job_is_requeued_once(script, tmp_path, shown, requeues):
+    """Since 24.05, Slurm requeues it at its script's end; asked to as well, it requeues the next start, too."""
+    preempt(tmp_path, **shown)
+    done = script("greatest=0; signal=USR1 status=0; end_job", SLURM_JOB_PARTITION="main")
+    assert done.returncode == 1, "a job that Slurm does not requeue after all has failed"
+    assert "job 7: it was stopped before its end; it is requeued" in done.stdout
+    assert is_requeued(tmp_path) is requeues
+
+
+def test_a_preempted_job_has_a_bound_too(script, tmp_path):
+    preempt(tmp_path, version="24.11.5")
+    env = {"SLURM_JOB_PARTITION": "main", "SLURM_RESTART_COUNT": "10"}
+    done = script("greatest=0; signal=USR1 status=0; end_job", **env)
+    assert "and it has started 11 times (MAX_REQUEUES=10)" in done.stderr
+    calls = (tmp_path / "scontrol.txt").read_text().splitlines()
+    assert "update JobId=7 Requeue=0" in calls, "else Slurm requeues it at its script's end"
 
 
 def test_the_head_nodes_log_has_slurms_name_and_the_hosts(job):
@@ -956,6 +989,8 @@ def test_a_container_can_write_where_the_record_goes(job, tmp_path, option):
         ({"SLURM_GPUS": "h100:8"}, "4"),
         ({"SLURM_GPUS": "6"}, "- 6"),  # the nodes have different numbers
         ({"SLURM_GPUS_PER_TASK": "1", "SLURM_TRES_PER_TASK": "cpu:4,gres/gpu:1"}, "4"),
+        ({"SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=1", "SLURM_TRES_BIND": "gres/gpu:per_task:1"}, "4"),  # 24.11
+        ({"SLURM_TRES_PER_TASK": "cpu=4"}, "- cpu=4"),
         ({"SLURM_GPUS_PER_NODE": "h100:4"}, "h100:4"),
         ({}, "-"),
     ],
@@ -964,7 +999,7 @@ def test_each_step_has_all_gpus_of_its_nodes_however_they_were_asked_for(job, en
     """Otherwise no step on one node would start under sbatch --gpus, such as the search for a lost node."""
     names = (
         "${SLURM_GPUS_PER_NODE:--}",
-        *(f"${{SLURM_{name}:-}}" for name in ("GPUS", "GPUS_PER_TASK", "TRES_PER_TASK")),
+        *(f"${{SLURM_{name}:-}}" for name in ("GPUS", "GPUS_PER_TASK", "TRES_PER_TASK", "TRES_BIND")),
     )
     done = job(then=f"echo {' '.join(names)}", SLURM_GPUS_ON_NODE="4", **env)
     assert done.stdout.splitlines()[-1] == expected, done.stderr
