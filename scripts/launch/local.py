@@ -422,7 +422,8 @@ def main(argv: list[str]) -> int:
         os.environ |= script.job_environment(args.name)
         script.lock_run_dir(Path(os.environ["RUN_DIR"]))
         print(
-            f"{os.environ['SCRIPT']}: {args.nodes} nodes x {processes}, RUN_DIR {os.environ['RUN_DIR']}",
+            f"{os.environ['SCRIPT']}: {args.nodes} nodes x {processes}, "
+            f"WORKDIR {os.environ['WORKDIR']}, RUN_DIR {os.environ['RUN_DIR']}",
             flush=True,
         )
     if os.environ.get("MAKELEVEL"):

@@ -25,6 +25,7 @@ import pickle
 import random
 import runpy
 import sys
+import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -120,6 +121,12 @@ def seed_generators(seed: int) -> None:
 def checksums(states: dict[str, Any] | None = None) -> dict[str, int]:
     """Return a checksum of each generator's state (default: the current states)."""
     return {name: zlib.crc32(pickle.dumps(state)) for name, state in (states or random_states()).items()}
+
+
+def makes_state() -> bool:
+    """Return whether the optimizer's step under way only makes its state, for one to be loaded into it."""
+    names = ("_init_optim_state", "broadcast_optimizer_state")  # torch.distributed.checkpoint's, Horovod's
+    return any(frame.f_code.co_name in names for frame, _ in traceback.walk_stack(None))
 
 
 class Observer:
@@ -220,8 +227,8 @@ class Observer:
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Write the step's event once the outer optimizer has finished."""
-        # torch.distributed.checkpoint makes an optimizer's state by a step without samples, gradient and rate.
-        is_step = any(any(self.record.get(name, ())) for name in ("rows", "final", "lr"))
+        # A rank may have no samples, and no gradient before the optimizer exchanges them.
+        is_step = any(self.record["rows"]) or any(self.record.get("final", ())) or not makes_state()
         if len(self.stepping) == 1 and is_step:
             if optimizer not in self.optimizers:
                 self.optimizers.append(optimizer)

@@ -104,7 +104,9 @@ def shown(result):
 def test_it_gets_the_variables_of_torchrun_and_no_option_of_ours(tmp_path):
     options = ("--lr", "0.1", "--out={run_dir}/x", "--resume", "{resume}", "{a}")
     job = Job(tmp_path, SHOW, "ddp", 2, 2, options, PET_NNODES="9")
-    found = sorted(shown(job.wait()), key=lambda one: one[3]["RANK"])
+    result = job.wait()
+    assert result.stdout.startswith(f"{job.script}: 2 nodes x 2, WORKDIR {tmp_path}, RUN_DIR {job.run}\n")
+    found = sorted(shown(result), key=lambda one: one[3]["RANK"])
     assert [one[0] for one in found] == [["--lr", "0.1", f"--out={job.run}/x", "--resume", "none", "{a}"]] * 4
     assert [one[1:3] for one in found] == [(str(tmp_path), True)] * 4
     ranks = [[one[3][name] for name in ("RANK", "LOCAL_RANK", "NODE_RANK")] for one in found]

@@ -130,6 +130,16 @@ RESUME_BUGS = {
 
 DISTRIBUTED = "import torch.distributed as dist\n"
 INIT_OPTIMIZER = "    torch.distributed.checkpoint.state_dict._init_optim_state(optimizer)\n"
+BROADCAST_STATE = """
+def broadcast_optimizer_state():
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+if rank == 1:
+    broadcast_optimizer_state()
+"""
 EVALUATION = """            mean = torch.zeros(())
             with torch.no_grad():
                 for points, labels in DataLoader(test, 5) if i == 2 else ():
@@ -150,6 +160,8 @@ NO_BUGS = {
         LOAD_OPTIMIZER: INIT_OPTIMIZER + LOAD_OPTIMIZER,
         DISTRIBUTED: f"{DISTRIBUTED}import torch.distributed.checkpoint.state_dict\n",
     },
+    # Horovod makes the state so, at the optimizer's own learning rate, on the ranks that have loaded none.
+    "the same by Horovod on one rank": {"first_epoch = 0\n": f"first_epoch = 0\n{BROADCAST_STATE}"},
     # All ranks evaluate the same samples, which are no training samples; those are padded to 50.
     "an evaluation between batches that workers have drawn": BETWEEN_BATCHES,
     "the same with workers by fork server, as from Python 3.14 on": {
