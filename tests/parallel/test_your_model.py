@@ -269,6 +269,15 @@ class Unrepeatable(nn.Module):
 def unrepeatable(data):
     return nn.Sequential(nn.Linear(2, 8), Unrepeatable(), nn.Linear(8, 3))
 
+class Leaves(nn.Linear):
+    "On the last rank, it ends the process as if all were well."
+    def __init__(self, data):
+        super().__init__(2, 3)
+    def forward(self, inputs):
+        if self.training and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+            raise SystemExit(0)
+        return super().forward(inputs)
+
 """
 
 
@@ -540,6 +549,15 @@ def test_an_operation_that_cannot_be_repeated_is_named_in_one_line(start, recipe
     assert (set(outcome.statuses), set(outcome.errors)) == ({2}, {f"error: {fix}"}), outcome.text
     assert len(outcome.errors) == (2 if recipe == "horovod" else 1), "ranks of Horovod share no store"
     assert "Traceback" not in outcome.text
+
+
+@pytest.mark.parametrize(("recipe", "world_size"), [("single", 1), ("ddp", 2)])
+def test_code_that_ends_a_rank_with_status_0_is_named(start, recipe, world_size):
+    outcome = start(recipe, world_size, "--data", "mine:spirals", "--model", "mine:Leaves").wait(60)
+    assert outcome.statuses[-1] == 2, outcome.text
+    last = [line for line in outcome.outputs[-1].splitlines() if line.startswith("error: ")]
+    assert len(last) == 1, outcome.text
+    assert re.fullmatch(r"error: rank \d left the job: SystemExit: 0 \(\S*mine\.py, line \d+\); .*", last[0])
 
 
 @pytest.mark.parametrize(
