@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from recipes.common.errors import UserError, escape_output
+from recipes.common.errors import UserError, adjust_output
 from recipes.common.process.ranks import HAVE_MET
 from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.watch.timeouts import TIMEOUT_PHRASES
@@ -77,7 +77,7 @@ def run_main(main: Callable[[], object]) -> int:
     needs 1 s less CPU time to start and to end.
     """
     gc.freeze()
-    escape_output()
+    adjust_output()
     try:
         main()
     except UserError as error:
