@@ -41,10 +41,17 @@ def as_user_error(verb: str, path: object) -> Iterator[None]:
         raise UserError(f"cannot {verb} {error.filename or path}: {error.strerror or error}{hint}") from None
 
 
-def escape_output() -> None:
-    """Let standard output escape characters that its encoding lacks, as standard error does by default."""
+def adjust_output() -> None:
+    """Let standard output escape characters that its encoding lacks, as standard error does by default.
+
+    With PYTHONUNBUFFERED, print() writes a line and its end one by one, and those of a node's ranks, which share a
+    pipe, would mix: let a line be one write.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.write_through:
+            stream.reconfigure(write_through=False, line_buffering=True)
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:

@@ -205,6 +205,12 @@ def train_epochs(job: Job, technique: Technique) -> None:
             with job.peers.watch("checkpoint", computes=True):
                 job.writer.wait()  # ranks need each other for it
         raise
+    except SystemExit as error:  # of the user's code: this rank would end as if all were well
+        from recipes.common.user_code import refusal
+
+        refused = refusal(f"rank {job.peers.rank} left the job", error)
+        refused.on_one_rank = True
+        raise refused from error
 
 
 def train_one_epoch(job: Job, technique: Technique) -> int:

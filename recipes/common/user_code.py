@@ -23,15 +23,34 @@ from recipes.common.task import Task
 
 
 def digests(args: Options) -> dict[str, str]:
-    """Return a digest of each module that the options name: all ranks have to run the same code."""
-    found = {}
+    """Return a digest of each module that the options name: all ranks have to run the same code.
+
+    Under "import NAME" is what these import: a digest of the user's own modules, the versions of libraries.
+    """
+    found, before = dict[str, str](), set(sys.modules)
     for flag, text in (("--data", args.data), ("--model", args.model), ("--task", args.task)):
         if is_user_code(text):
             import_user_code(flag, text)
             module = text.split(":")[0]
             path = getattr(sys.modules[module], "__file__", None)
             found[module] = f"code with digest {zlib.crc32(Path(path).read_bytes()):08x}" if path else "no file"
+    for name in sorted(set(sys.modules) - before - found.keys()):
+        path = Path(getattr(sys.modules[name], "__file__", None) or "")
+        version = getattr(sys.modules[name], "__version__", None)
+        if (
+            is_own(path) and path.suffix == ".py" and path.is_file()
+        ):  # torch.classes names a file that is not there
+            found[f"import {name}"] = f"code with digest {zlib.crc32(path.read_bytes()):08x}"
+        elif "." not in name and name not in sys.stdlib_module_names and isinstance(version, str):
+            found[f"import {name}"] = f"version {version}"
     return found
+
+
+def is_own(path: Path) -> bool:
+    """Return whether a file of code is the user's: not a recipe's, Python's or a package's."""
+    is_package = bool({"site-packages", "dist-packages"} & set(path.parts))
+    stdlib, common = sysconfig.get_path("stdlib"), Path(__file__).parent
+    return not (is_package or path.is_relative_to(stdlib) or path.is_relative_to(common))
 
 
 def import_user_code(flag: str, text: str) -> Callable[..., Any]:
@@ -109,10 +128,7 @@ def add_derived(means: dict[str, float], task: Task) -> dict[str, float]:
 
 def refusal(what: str, error: BaseException, fix: str = "fix it and start again") -> UserError:
     """Return a one-line UserError for an error of the user's code, with its innermost line outside of packages."""
-    paths = [(frame, Path(frame.filename)) for frame in traceback.extract_tb(error.__traceback__)]
-    places = [(frame, path) for frame, path in paths if not path.is_relative_to(Path(__file__).parent)]
-    stdlib, packages = sysconfig.get_path("stdlib"), {"site-packages", "dist-packages"}
-    own = [frame for frame, path in places if not (path.is_relative_to(stdlib) or packages & set(path.parts))]
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own(Path(frame.filename))]
     place = own[-1] if own else None
     if isinstance(error, SyntaxError) and error.filename:
         where = f"{error.filename}, line {error.lineno}"

@@ -69,6 +69,16 @@ def wrap(model: nn.Module, args: Options, devices: list[torch.device]) -> nn.Mod
     return DataParallel(inner, device_ids=devices)
 
 
+def smallest_share(args: Options, devices: int) -> int:
+    """Return the fewest samples of a device in a pass: the last one with samples has what the others leave."""
+    passes = args.accumulate_steps
+    shares = []
+    for samples in (args.global_batch_size // passes, -(-args.global_batch_size // passes)):
+        size = -(-samples // devices)
+        shares.append(samples - size * ((samples - 1) // size))
+    return min(shares)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Train with the options in argv."""
     args = options(argv)
@@ -78,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     alone = Peers(devices[0])
     data, model = load_data_and_model(args, "dataparallel", alone, stop)
     # DataParallel: batch norm sees each device's share of a pass.
-    check_parts(model, args, len(devices) * args.accumulate_steps, data)
+    check_parts(model, args, len(devices) * args.accumulate_steps, data, smallest_share(args, len(devices)))
     parallel = wrap(model, args, devices)
     optimizer, scaler = build_optimizer(args, model.parameters()), build_scaler(args, alone.device)
     # DataParallel: the job and its checkpoints hold the plain model, so any recipe can resume from them.

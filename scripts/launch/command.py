@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.common.errors import UserError, as_user_error, escape_output, nearest
+from recipes.common.errors import UserError, adjust_output, as_user_error, nearest
 from recipes.common.options import Parser, whole_number
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,7 +81,7 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
-        escape_output()
+        adjust_output()
         try:
             status = main(list(sys.argv[1:] if argv is None else argv)) or 0
             sys.stdout.flush()

@@ -121,8 +121,7 @@ def run_processes(command: list[str], environments: dict[int, dict[str, str]], l
                     os.killpg(process.pid, number)
     wait_for(running, END_SIGNAL_GRACE_S)
     end_groups([process.pid for process in running])
-    failed = {rank: Failure(p.returncode, p.pid) for rank, p in processes.items() if p.returncode}
-    return node_status(failed) if failed else 0
+    return node_status({rank: Failure(p.returncode, p.pid) for rank, p in processes.items()})
 
 
 def own_failures(failures: dict[int, Failure]) -> dict[int, Failure]:
@@ -144,6 +143,12 @@ def report_if_stopped(failures: dict[int, Failure]) -> bool:
     return False
 
 
-def node_status(failures: dict[int, Failure]) -> int:
-    """Return a node's status from its failed ranks, without those that the agent ended; 0 if a stop signal did."""
-    return 0 if report_if_stopped(failures) else status_of(own_failures(failures), script.is_set())
+def node_status(ended: dict[int, Failure]) -> int:
+    """Return a node's status from how its ranks ended, without those that the agent ended; 0 if none failed.
+
+    It is 0, too, if a stop signal ended them.
+    """
+    failures = {rank: how for rank, how in ended.items() if how.status}
+    if not failures or report_if_stopped(failures):
+        return 0
+    return status_of(own_failures(failures), script.is_set(), sorted(ended.keys() - failures.keys()))

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -61,12 +62,23 @@ class Agent(LocalElasticAgent):
         context.close = partial(end_ranks, context, context.close)  # type: ignore[method-assign]
         return pids
 
+    def ranks_that_left(self) -> dict[int, Failure]:
+        """Return the ranks that have ended with status 0."""
+        ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
+        processes = processes_of(self._pcontext)
+        return {ranks[i]: Failure(0, process.pid) for i, process in processes.items() if process.returncode == 0}
+
+
+def processes_of(context: PContext | None) -> dict[int, subprocess.Popen[bytes]]:
+    """Return a node's processes by local rank."""
+    return {i: handler.proc for i, handler in getattr(context, "subprocess_handlers", {}).items()}
+
 
 def end_ranks(
     context: PContext, close: Callable[[signal.Signals, int], None], death_sig: object = None, timeout: int = 30
 ) -> None:
     """End a node's ranks; it replaces torch's close(death_sig, timeout)."""
-    ranks = [handler.proc for handler in getattr(context, "subprocess_handlers", {}).values()]
+    ranks = list(processes_of(context).values())
     if script.is_set() and (STOPPED_BY or SAVING.is_set()):
         wait_for(ranks, STOP_GRACE_S)
     close(END_SIGNAL, END_SIGNAL_GRACE_S)
@@ -199,11 +211,12 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
             **place, rank=node.node_rank, world_size=node.nnodes, run_id=job, timeout=node.rdzv_timeout_s
         )
         spec = worker_spec(node, recipe, options, handler, max_restarts=0, **place)
-        result = Agent(spec, DefaultLogsSpecs(logs)).run()
+        agent = Agent(spec, DefaultLogsSpecs(logs))
+        result = agent.run()
         del store  # on node 0 it is the server for all nodes
     except DistError as error:
         raise MissingNodeError(
             f"node {node.node_rank} waited for {node.nnodes} nodes at {node.master_addr}:{node.master_port}, "
             f"at most {node.rdzv_timeout_s} s for each: {str(error).strip().splitlines()[0]}"
         ) from None
-    return node_status(failures_of(result)) if result.is_failed() else 0
+    return node_status(failures_of(result) | agent.ranks_that_left()) if result.is_failed() else 0

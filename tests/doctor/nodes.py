@@ -36,7 +36,7 @@ class Report:
         return sorted((finding["rule"], *finding["nodes"]) for finding in self.content["findings"])
 
 
-def examine(nodes, *options, planted=None, network="", without_name=(), absent=(), wait_s=5, timeout_s=60):
+def examine(nodes, *options, planted=None, network="", without_name=(), absent=(), wait_s=5, timeout_s=0.0):
     """Run the doctor on this many nodes; return its Report.
 
     planted: by node, lines of bash that run on it before its doctor. network: lines that run once all networks
@@ -44,7 +44,7 @@ def examine(nodes, *options, planted=None, network="", without_name=(), absent=(
     """
     # Imported here, because main() inside the namespaces needs no torch.
     from tests.conftest import need_namespaces
-    from tests.support import Command
+    from tests.support import TIMEOUT_S, Command
 
     need_namespaces("tc")
     with tempfile.TemporaryDirectory(prefix="cluster-recipes-") as name:
@@ -72,7 +72,7 @@ def examine(nodes, *options, planted=None, network="", without_name=(), absent=(
         names = "umount /etc/hosts; mount --bind hosts /etc/hosts"
         plan = {"nodes": nodes, "network": f"{names}\n{network}", "started": started}
         (folder / "plan.json").write_text(json.dumps(plan))
-        done = Command(sys.executable, "-m", "tests.doctor.nodes", name).wait(timeout_s, check=True)
+        done = Command(sys.executable, "-m", "tests.doctor.nodes", name).wait(timeout_s or TIMEOUT_S, check=True)
         assert list((folder / "runs").iterdir()) == [], "the probe of the shared folder is removed"
         outputs = {i: (folder / f"out{i}").read_text() for i in started}
         assert (folder / "report.json").exists(), outputs

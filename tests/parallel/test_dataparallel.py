@@ -55,8 +55,32 @@ def test_make_run_starts_one_process_where_there_are_several_gpus(tmp_path):
     assert "result recipe=dataparallel world_size=1 " in done.stdout
 
 
+def use_four_devices():
+    recipe.choose_devices = lambda wanted: [torch.device("cpu")] * 4
+
+
 def use_two_devices():
     recipe.choose_devices = lambda wanted: [torch.device("cpu")] * 2
+
+
+@pytest.mark.parametrize("size", [5, 10])
+def test_a_batch_whose_last_device_would_get_one_sample_is_refused(tmp_path, size):
+    """DataParallel gives each device the same number, rounded up, and the last one the rest: 3, 3, 3, 1."""
+    words = [
+        "--runs-dir",
+        str(tmp_path),
+        "--model",
+        "resnet18",
+        "--global-batch-size",
+        str(size),
+        "--max-steps",
+        "1",
+    ]
+    outcome = Ranks("dataparallel", words, 1, tmp_path / "out", setup=use_four_devices).wait()
+    assert f"--global-batch-size {size} is 4 parts, some of one sample, and batch norm of" in outcome.refusal
+    assert outcome.refusal.endswith(
+        "needs two; give at least 8" if size < 8 else "needs two; give a multiple of 4"
+    )
 
 
 def test_a_batch_too_small_for_the_batch_norm_of_each_device_is_refused(tmp_path):

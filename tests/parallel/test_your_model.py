@@ -253,6 +253,31 @@ class Unused(nn.Sequential):
     def forward(self, inputs):
         return self[1](self[0](inputs))
 
+class Puts(torch.autograd.Function):
+    "The identity, whose backward torch does not compute deterministically."
+    @staticmethod
+    def forward(ctx, inputs):
+        return inputs.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clone().put_(torch.tensor([0]), gradient.flatten()[:1])
+
+class Unrepeatable(nn.Module):
+    def forward(self, inputs):
+        return Puts.apply(inputs)
+
+def unrepeatable(data):
+    return nn.Sequential(nn.Linear(2, 8), Unrepeatable(), nn.Linear(8, 3))
+
+class Leaves(nn.Linear):
+    "On the last rank, it ends the process as if all were well."
+    def __init__(self, data):
+        super().__init__(2, 3)
+    def forward(self, inputs):
+        if self.training and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+            raise SystemExit(0)
+        return super().forward(inputs)
+
 """
 
 
@@ -511,7 +536,28 @@ def test_ranks_without_the_same_gradients_end_with_one_line(start, recipe, argv,
     assert outcome.statuses == [2, 2], outcome.text
     assert "Traceback" not in outcome.text
     fix = r"set requires_grad to False if it is never used, or use RECIPE=horovod"
-    assert re.search(rf"error: (rank \d: )?{message}.*; {fix}", outcome.text), outcome.text
+    lines = set(outcome.errors)
+    assert len(outcome.errors) == len(lines), "ranks with the same error print it once"
+    assert all(re.fullmatch(rf"error: (rank \d: )?{message}.*; {fix}.*", line) for line in lines), outcome.text
+
+
+@pytest.mark.parametrize("recipe", ["ddp", *slow("fsdp", "horovod")])
+def test_an_operation_that_cannot_be_repeated_is_named_in_one_line(start, recipe):
+    argv = ("--data", "mine:spirals", "--model", "mine:unrepeatable", "--max-steps", "1", "--deterministic")
+    outcome = start(recipe, 2, *argv).wait(60)
+    fix = "put_ has no deterministic implementation on this device; use another, or drop --deterministic"
+    assert (set(outcome.statuses), set(outcome.errors)) == ({2}, {f"error: {fix}"}), outcome.text
+    assert len(outcome.errors) == (2 if recipe == "horovod" else 1), "ranks of Horovod share no store"
+    assert "Traceback" not in outcome.text
+
+
+@pytest.mark.parametrize(("recipe", "world_size"), [("single", 1), ("ddp", 2)])
+def test_code_that_ends_a_rank_with_status_0_is_named(start, recipe, world_size):
+    outcome = start(recipe, world_size, "--data", "mine:spirals", "--model", "mine:Leaves").wait(60)
+    assert outcome.statuses[-1] == 2, outcome.text
+    last = [line for line in outcome.outputs[-1].splitlines() if line.startswith("error: ")]
+    assert len(last) == 1, outcome.text
+    assert re.fullmatch(r"error: rank \d left the job: SystemExit: 0 \(\S*mine\.py, line \d+\); .*", last[0])
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from scripts.bench.claims import read_claims
 from scripts.launch import script as contract
 from scripts.launch.command import check_recipe
 from scripts.launch.local import free_port
-from tests.conftest import need_horovod
+from tests.conftest import need_horovod, slow
 from tests.support import ROOT, TIMEOUT_S, Command, losses, train, wait_until
 
 SHOW = """
@@ -258,6 +258,17 @@ def test_its_status_is_the_jobs_with_one_line_that_names_the_rank(tmp_path, stat
     assert re.fullmatch(
         rf"error: rank 0 \(pid \d+ on \S+\) ended with status {status}; its own error is above", line
     )
+
+
+@pytest.mark.parametrize("recipe", ["ddp", *slow("horovod")])
+def test_a_rank_that_has_left_the_others_is_named(tmp_path, recipe):
+    """The others fail because they have lost it: by their errors alone, nobody knows whom."""
+    if recipe == "horovod":
+        need_horovod()
+    source = "import os, sys, time; time.sleep(2 * (os.environ['RANK'] == '1')); sys.exit(int(os.environ['RANK']))"
+    [line] = Job(tmp_path, source, recipe, nproc_per_node=2).wait().errors[:1]
+    early = "rank 0 ended with status 0, perhaps too early"
+    assert line.endswith(f"ended with status 1; its own error is above; {early}")
 
 
 def test_one_that_asks_for_another_start_is_told_to_resume(tmp_path):

@@ -173,6 +173,15 @@ def test_one_sample_is_refused_only_where_a_channel_has_one_value():
     check_parts(model[:1], ARGS, batch, images[3])
 
 
+@pytest.mark.parametrize("read", [torch.Tensor.item, torch.Tensor.numpy])
+def test_code_that_reads_numbers_is_not_tried_on_one_sample_without_weights(read):
+    """The meta device has none: fsdp checks the shards instead, later."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 3), torch.nn.BatchNorm2d(1)).to("meta")
+    model.register_forward_pre_hook(lambda model, inputs: read(inputs[0].mean()) and None)
+    split = MemorySplit(torch.zeros(2, 1, 3, 3), torch.zeros(2, dtype=torch.int64))
+    check_parts(model, ARGS, ARGS.global_batch_size, Data.of_images(split, split, 1, 3, 2))
+
+
 SMALL = (
     "--global-batch-size {} is too small for {} processes x {} accumulation steps x a group of {}; use at least {}"
 )

@@ -35,6 +35,18 @@ def test_an_interface_without_a_speed():
     assert link_speed("no-such-interface") is None
 
 
+def test_gpus_of_a_cluster_may_use_another_network_than_the_interface(monkeypatch):
+    """NCCL takes InfiniBand where there is some: the interface's speed says nothing of it."""
+    for name, value in {"NNODES": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(command, "link_speed", lambda interface: 10.0)
+    cpu, gpu = (Row("horovod", "all-reduce", 64_000_000, 4, device, 400_000, 5) for device in ("cpu", "cuda"))
+    for words, expected in ((["nccl"], (10.0, None)), (["nccl", "--link-gbit", "400"], (400.0, 400.0))):
+        args = command.options(words)
+        place = command.find_place(args)
+        assert (command.speed_of(cpu, place, args), command.speed_of(gpu, place, args)) == expected
+
+
 def test_the_processes_of_a_clusters_nodes_are_a_variable(monkeypatch):
     monkeypatch.setenv("NNODES", "2")
     with pytest.raises(UserError, match="--nproc-per-node is for local nodes; on a cluster, set NPROC_PER_NODE"):

@@ -1,6 +1,7 @@
 """What the documents say exists: links, targets of make, options, recipes."""
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -131,6 +132,14 @@ def test_every_flag_exists(name):
 
 def test_the_flags_of_the_parsers_are_found():
     assert {"--zero", "--no-zero", "--global-batch-size", "--resume", "--max-requeues", "--quick"} <= known_flags()
+
+
+@pytest.mark.parametrize("recipe", sorted(set(RECIPES) - {"probe", "spawn"}))  # these have a launcher's, too
+def test_the_readme_names_every_option(recipe):
+    section = text_of("README.md").split("\n## Options\n")[1].split("\n## ")[0]
+    named = set(re.findall(r"--(?:no-)?([a-z][a-z0-9-]+)", section))
+    options = importlib.import_module(f"recipes.{recipe}.train").options.args[0]
+    assert {field.name.replace("_", "-") for field in dataclasses.fields(options)} <= named
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

@@ -251,13 +251,20 @@ class TestNode:
         ),
         ({"r0": -signal.SIGUSR2, "r1": -11}, 139, "rank 1 (pid 77 on {host}) was killed by SIGSEGV"),
         ({"r2": 4}, 4, "rank 2 (pid 77 on {host}) ended with status 4"),
+        (
+            {"r0": 0, "r1": 1, "r2": 0},
+            1,
+            "rank 1 (pid 77 on {host}) ended with status 1; its own error is above; "
+            "ranks 0, 2 ended with status 0, perhaps too early\n",
+        ),
+        ({"r0": 0, "r1": -signal.SIGUSR2}, 140, "rank 1 (pid 77 on {host}) was killed by SIGUSR2; rank 0 ended"),
         ({"r0": 3, "r1": -9}, 3, None),  # each has reported where it hung
         ({"r0": 75, "r1": -9}, 75, None),  # rank 0 has reported that its port was taken
     ],
 )
 def test_the_status_that_tells_most(capsys, statuses, expected, words):
-    failures = {int(rank[1:]): Failure(status, 77) for rank, status in statuses.items()}
-    assert rank_processes.node_status(failures) == expected
+    ended = {int(rank[1:]): Failure(status, 77) for rank, status in statuses.items()}
+    assert rank_processes.node_status(ended) == expected
     error = capsys.readouterr().err
     if words is None:
         assert error == ""

@@ -4,8 +4,11 @@ import dataclasses
 import gc
 import importlib
 import io
+import os
 import re
 import shlex
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -155,6 +158,19 @@ def test_a_refusal_is_one_line_of_rank_0_and_status_2_on_all(monkeypatch, capsys
     assert printed.out == ""
     expected = "error: --powersgd-rank: expects a whole number of at least 1, got '0'\n"
     assert printed.err == (expected if rank == "0" else "")
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_line_is_one_write_also_without_buffers(stream):
+    """Ranks of a node share a pipe, and two writes of two ranks may mix."""
+    code = "import sys; from recipes.common.process.entry import run_main\n"
+    code += f"run_main(lambda: print('a', 'b', file=sys.{stream}))"
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)  # a write is a message
+    with ours, theirs:
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True, **{stream: theirs})
+        ours.setblocking(False)
+        assert ours.recv(100) == b"a b\n"
 
 
 @pytest.mark.parametrize("run", [run_main, lambda main: command(lambda argv: main())([])])

@@ -716,3 +716,11 @@ def test_a_plan_that_cannot_be_written_is_one_line(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert command.main(["ddp", "--data", "digits", "--nodes", "1", "--output", str(tmp_path / "file")]) == 2
     assert capsys.readouterr().err == f"error: cannot write {tmp_path / 'file'}: File exists\n"
+
+
+def test_the_page_shows_what_the_plan_prints(tmp_path, capsys):
+    words = ["ddp", "--model", "resnet50", "--nodes", "4", "--fabric", "tcp-100", "--compute-ms", "120"]
+    assert command.main([*words, "--output", str(tmp_path)]) == 0
+    rows = re.findall(r"^\|.*", capsys.readouterr().out, re.MULTILINE)
+    assert len(rows) == 5
+    assert "\n".join(rows) in (ROOT / "docs/plan.md").read_text(encoding="utf-8")

@@ -18,6 +18,7 @@ from recipes.common.models.models import build_model
 from recipes.common.models.user_model import check_fit, check_on, check_sparse, exact_output
 from recipes.common.parallel.buckets import find_unused
 from recipes.common.sample import make_sample
+from recipes.common.world import agreement
 from recipes.common.world.peers import Peers
 from recipes.single.train import options
 from tests.conftest import refused
@@ -776,3 +777,23 @@ def test_a_change_of_the_code_changes_its_digest(tmp_path):
     assert list(before) == ["mine"]
     (tmp_path / "mine.py").write_text(MODULE + "\n")
     assert user_code.digests(args) != before
+
+
+def test_what_your_module_imports_is_compared_between_ranks(tmp_path, monkeypatch):
+    """Your own files by their content, libraries by their version; a rank may import more than another one."""
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    library = tmp_path / "site-packages" / "timmy"
+    library.mkdir(parents=True)
+    (library / "__init__.py").write_text("from timmy import layers\n__version__ = '1.2'\n")
+    (library / "layers.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    (tmp_path / "helpers.py").write_text("import timmy, colorsys\n")
+    (tmp_path / "theirs.py").write_text("import helpers\nfrom mine import net\n")
+    args = options(["--model", "theirs:net", "--data", "mine:data"])
+    facts = user_code.digests(args)
+    assert facts.pop("import timmy") == "version 1.2"
+    assert set(facts) == {"theirs", "mine", "import helpers"}
+    assert all(re.fullmatch("code with digest [0-9a-f]{8}", text) for text in facts.values())
+    agreement.check_facts(facts, {**facts, "import timmy": "version 1.2"})
+    with pytest.raises(UserError, match=r"^import timmy is version 1\.2 on .*, and version 1\.3 on rank 0; start"):
+        agreement.check_facts({"import timmy": "version 1.2"}, {"import timmy": "version 1.3"})

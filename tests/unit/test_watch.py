@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
+from recipes.common.parallel import sharding
 from recipes.common.process import entry
 from recipes.common.process.entry import run_main
 from recipes.common.process.ranks import Ranks
@@ -32,7 +33,7 @@ from recipes.common.watch.timeouts import HANG_STATUS, wait_timeout
 from recipes.common.watch.watch import NOTE_INTERVAL_S, Watch, median_without, stragglers
 from recipes.common.world import devices, world
 from scripts.launch.local import free_port
-from tests.support import wait_until
+from tests.support import is_equal, wait_until
 from tests.tiny import tiny_job
 
 
@@ -232,6 +233,20 @@ def test_a_wait_that_is_too_long_ends_the_rank(args, has_store, computes, limit_
         with watch("gradients", computes=computes):
             wait_until(lambda: watch.ends, 20, "the end of a rank that waits")
         assert watch.ends[0] - began_at > limit_s
+
+
+def test_a_large_model_may_take_longer_to_gather_than_the_limit_of_a_wait(args, monkeypatch):
+    """Each tensor has the whole limit: a slow network is no hang."""
+    args.timeout_s = 0.5
+    model = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(4)))
+    gathered = Mock(side_effect=lambda tensor: (time.sleep(0.3), tensor)[1])
+    monkeypatch.setattr(sharding, "gather_whole", gathered)
+    with contextlib.closing(Recorder(0, 1, args, Store())) as watch:
+        peers = SimpleNamespace(rank=0, watch=watch)
+        optimizer = torch.optim.SGD(model.parameters())
+        state = sharding.gather_state(SimpleNamespace(model=model, optimizer=optimizer, peers=peers))
+        assert (watch.ends, gathered.call_count, watch._at.name) == ([], 8, "checkpoint")
+    assert is_equal(state["model"], model.state_dict())
 
 
 def test_a_rank_that_computes_outside_of_collectives_is_left_alone(args):

@@ -192,26 +192,28 @@ def warning(model: nn.Module, args: Options, batch_parts: int) -> str:
     )
 
 
-def check_parts(model: nn.Module, args: Options, batch_parts: int, data: Data) -> None:
+def check_parts(model: nn.Module, args: Options, batch_parts: int, data: Data, least: int | None = None) -> None:
     """Raise UserError if some parts of the batch have one sample and batch norm refuses it.
 
-    It does where a channel of a sample has one value. `batch_parts`: as for warning().
+    It does where a channel of a sample has one value. `batch_parts`: as for warning(). `least`: the samples of the
+    smallest part (default: parts are as even as possible).
     """
-    if args.global_batch_size >= 2 * batch_parts or args.sync_batchnorm or not any(plain_layers(model)):
+    least = args.global_batch_size // batch_parts if least is None else least
+    if least >= 2 or args.sync_batchnorm or not any(plain_layers(model)):
         return
     device = next(model.parameters(), torch.empty(0)).device
     trial = copy.deepcopy(model).to(device).train()  # buffers too: fsdp has the weights alone on "meta"
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             trial(data.examples(1)[0].to(device))
-    except RuntimeError:
-        if device.type != "meta":  # there, code that reads a number, as by item(), cannot run
-            raise
-    except ValueError as error:
-        if "more than 1 value per channel" not in str(error):
+    except Exception as error:
+        if not isinstance(error, ValueError) or "more than 1 value per channel" not in str(error):
+            if device.type == "meta":  # there, code that reads a number, as by item(), cannot run
+                return
             raise
         parts = f"{args.global_batch_size} is {batch_parts} parts, some of one sample"
-        fix = f"give at least {2 * batch_parts}"
+        is_small = args.global_batch_size < 2 * batch_parts
+        fix = f"give at least {2 * batch_parts}" if is_small else f"give a multiple of {batch_parts}"
         raise UserError(
             f"--global-batch-size {parts}, and batch norm of --model {args.model} needs two; {fix}"
         ) from None

@@ -58,12 +58,16 @@ def gather_state(job: Job) -> dict[str, Any] | None:
         if not isinstance(value, Tensor):
             return value
         # Sharding: all-gathers a tensor at a time, (N-1)/N of its bytes per rank; rank 0 keeps it in main memory.
-        tensor = gather_whole(value.detach())
-        return tensor.cpu() if job.peers.rank == 0 else tensor.new_empty(0)
+        with job.peers.watch("checkpoint"):  # of each: on a slow network, all of them take longer than a wait may
+            tensor = gather_whole(value.detach())
+            if job.peers.rank == 0:
+                return tensor.cpu()
+            if tensor.is_cuda:  # else it would queue all gathers, and wait for rank 0 in the next collective
+                torch.cuda.current_stream(tensor.device).synchronize()
+            return tensor.new_empty(0)
 
-    with job.peers.watch("checkpoint"):
-        own = {"model": job.model.state_dict(), "optimizer": optimizer_state(job.optimizer)}
-        state = map_states(own, job.model, gather)
+    own = {"model": job.model.state_dict(), "optimizer": optimizer_state(job.optimizer)}
+    state = map_states(own, job.model, gather)
     return state if job.peers.rank == 0 else None
 
 

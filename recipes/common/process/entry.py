@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from recipes.common.errors import UserError, escape_output
+from recipes.common.errors import UserError, adjust_output
 from recipes.common.process.ranks import HAVE_MET
 from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.watch.timeouts import TIMEOUT_PHRASES
@@ -49,6 +49,12 @@ LOST_PEER = (
 )
 """Phrases in the error messages of collectives whose other ranks have gone or do not answer."""
 
+NOT_REPEATABLE = " does not have a deterministic implementation"
+"""What torch says, after its name, of an operation that --deterministic forbids on this device."""
+
+SAME_ERROR_S = 1.0
+"""How long a rank with an error of its own stays, as the others may have the same one in the same step."""
+
 NCCL_ERROR = "NCCL error"
 """Start of all of NCCL's messages, also those about a full disk or a broken GPU; the last line is the reason."""
 
@@ -58,7 +64,8 @@ def run_main(main: Callable[[], object]) -> int:
 
     All ranks end with the same status, but only rank 0 prints: a recipe shares an error of one rank with all ranks
     before it raises it. Before the ranks have met, rank 0 may not have the error: the first rank of each other
-    node then prints it, too, unless its launcher ends it first because rank 0 has ended.
+    node then prints it, too, unless its launcher ends it first because rank 0 has ended. Of ranks that have the
+    same error without sharing it, one prints it.
 
     A lost connection to another rank is reported in one line, too, with status 1. That rank reports its own error,
     and a traceback through the collective that noticed it would add nothing. If a rank does not answer within
@@ -70,15 +77,15 @@ def run_main(main: Callable[[], object]) -> int:
     needs 1 s less CPU time to start and to end.
     """
     gc.freeze()
-    escape_output()
+    adjust_output()
     try:
         main()
     except UserError as error:
-        _print_refusal(error)
-        if error.on_one_rank:
-            _end_now(error.status, CHECKPOINT_GRACE_S)
-        return error.status
+        return _refuse(error)
     except RuntimeError as error:
+        if line := next((line for line in _said(error).splitlines() if NOT_REPEATABLE in line), ""):
+            what = f"{line.split(NOT_REPEATABLE)[0]} has no deterministic implementation on this device"
+            return _refuse(UserError(f"{what}; use another, or drop --deterministic", on_one_rank=True))
         is_full = type(error).__name__ == "OutOfMemoryError"  # torch's, which need not be imported for that
         if not _explain(error, is_full):
             raise
@@ -91,6 +98,18 @@ def run_main(main: Callable[[], object]) -> int:
             Watch.active.close()
         gc.freeze()  # later imports, too: the interpreter collects garbage once more at exit
     return 0
+
+
+def _refuse(error: UserError) -> int:
+    """Print the error unless another rank does, and return its status; end this process if the others go on."""
+    active = Watch.active if error.on_one_rank else None  # with the ranks' store, unless Horovod connects them
+    if not active or active.notes.count(f"error/{error}", otherwise=1) == 1:
+        _print_refusal(error)
+    if active:
+        time.sleep(SAME_ERROR_S)  # the store may end with this rank, and a launcher ends all once one exits
+    if error.on_one_rank:
+        _end_now(error.status, CHECKPOINT_GRACE_S)
+    return error.status
 
 
 def _end_now(status: int, grace_s: float) -> NoReturn:

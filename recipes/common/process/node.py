@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from recipes.common.process.rendezvous_errors import (
     PortTakenError,
     port_taken_error,
 )
+from recipes.common.watch.report import name_ranks
 from recipes.common.watch.timeouts import HANG_STATUS
 
 
@@ -102,14 +104,16 @@ def wait_for_head(node: Node, store: str = "") -> str:
 
 
 class Failure(NamedTuple):
-    """How a failed process has ended: its exit status, or -n for signal n."""
+    """How a process has ended: its exit status, or -n for signal n."""
 
     status: int
     pid: int
 
 
-def status_of(failures: dict[int, Failure], is_script: bool = False) -> int:
+def status_of(failures: dict[int, Failure], is_script: bool = False, left: Sequence[int] = ()) -> int:
     """Return a node's exit status from those of its failed ranks; print which rank is to blame unless they have.
+
+    `left` are the ranks that ended with status 0. Those that fail may do so because they have lost such a rank.
 
     A UserError takes precedence, then a port that was taken, then a hang: each of them has printed its own line,
     unless the ranks are a user's script. A rank killed by a signal comes before ranks that ended with an error,
@@ -120,7 +124,8 @@ def status_of(failures: dict[int, Failure], is_script: bool = False) -> int:
             if not is_script:
                 return spoken
             failures = speakers
-    print(f"error: {cause_of(failures)}", file=sys.stderr, flush=True)
+    early = f"; {name_ranks(left)} ended with status 0, perhaps too early" if left else ""
+    print(f"error: {cause_of(failures)}{early}", file=sys.stderr, flush=True)
     return shell_status(failures[culprit_of(failures)].status)
 
 

@@ -105,6 +105,12 @@ def find_place(args: Namespace) -> Place:
     return Place(nodes, processes, gpus, "eth0", args.link_gbit or rate_gbit(args.narrow), net)
 
 
+def speed_of(row: Row, place: Place, args: Namespace) -> float | None:
+    """Return the speed in Gbit/s of the link that a row's bytes crossed; None if it is unknown."""
+    may_use_fabric = row.device == "cuda" and place.node_rank is not None
+    return args.link_gbit if may_use_fabric else place.link_gbit
+
+
 def why_not(backend: str, place: Place) -> str:
     """Return the reason why a backend cannot be measured here; "" if it can."""
     if backend == "nccl" and place.gpus < place.processes:
@@ -188,7 +194,7 @@ def main(argv: list[str]) -> int:
         except (OSError, RuntimeError) as error:
             failed[backend] = str(error)
     if not place.node_rank:
-        shown = [row.as_dict(place.link_gbit) for row in rows]
+        shown = [row.as_dict(speed_of(row, place, args)) for row in rows]
         if rows:
             print(table(COLUMNS, shown, left=2))
         for backend, reason in left_out.items():
