@@ -93,7 +93,7 @@ fill_sockets() { export SLURM_DISTRIBUTION=${SLURM_DISTRIBUTION:-block:block}; }
 begin_job() {
     recipe=$1
     shift
-    local default name host_log
+    local default name host_log variable
     signal="" signals=0 step="" step_pid="" stopper=()
     trap 'signals=$((signals + 1)); stop_step USR1' USR1
     trap 'signals=$((signals + 1)) signal=TERM' TERM
@@ -122,6 +122,7 @@ begin_job() {
     if [[ ! $FABRIC =~ ^(auto|ib|roce|efa|tcp)$ ]]; then
         refuse "FABRIC expects auto, ib, roce, efa or tcp, got '$FABRIC'"
     fi
+    for variable in ${container_prefix:+"${container_env[@]}"}; do export "$container_prefix$variable=${!variable}"; done
     if [[ -n ${SCRIPT:-} ]]; then
         begin_script "$name"
         go_on="to resume: NAME=$name RESUME=auto SCRIPT=$SCRIPT sbatch ..."
@@ -163,6 +164,7 @@ begin_script() {
     export RUN_DIR=$RUNS_DIR/$1 RESUME=${RESUME:-none}
     run_dir=$RUN_DIR
     if ((restarts > 0)); then RESUME=auto; fi
+    mkdir -p "$RUNS_DIR" || refuse "cannot make $RUNS_DIR; choose another RUNS_DIR" # a container mounts it
     (exec_python -m scripts.launch.script --check "$SCRIPT") || exit 2
     if [[ $RESUME == none && -n $(ls -A "$run_dir" 2>/dev/null) ]]; then
         refuse "$run_dir is not empty; set RESUME=auto to resume this run, or choose another NAME"
@@ -257,7 +259,7 @@ show_share() {
 # set_python OPTIONS...: set the interpreter, in this repository's venv or in a container of pyxis or Apptainer, and the
 # arrays srun and container.
 set_python() {
-    srun=(srun --kill-on-bad-exit=1) container=() gpus=${SLURM_GPUS_ON_NODE:-0}
+    srun=(srun --kill-on-bad-exit=1) container=() container_prefix="" gpus=${SLURM_GPUS_ON_NODE:-0}
     if [[ -z ${CONTAINER_IMAGE:-} ]]; then
         export PYTHON=${PYTHON:-$root/.venv/bin/python}
         if ! command -v "$PYTHON" >/dev/null; then
@@ -265,7 +267,11 @@ set_python() {
         fi
         return
     fi
-    export PYTHON=${PYTHON:-python3}
+    # Else the image's variables replace the job's. The code is that of this checkout, not the image's.
+    container_env=(NNODES NPROC_PER_NODE MASTER_ADDR MASTER_PORT FABRIC PYTHON SOURCE_REVISION)
+    export PYTHON=${PYTHON:-python3} SOURCE_REVISION
+    SOURCE_REVISION=$(git ls-files --error-unmatch slurm/job.sh &>/dev/null &&
+        git describe --always --dirty --abbrev=40 2>/dev/null || echo unknown) # as in docker/image.sh
     if [[ $CONTAINER_IMAGE == /* && ! -e $CONTAINER_IMAGE ]]; then
         refuse "there is no CONTAINER_IMAGE $CONTAINER_IMAGE; make it on the login node: enroot import -o FILE.sqsh docker://..., or apptainer build FILE.sif docker://..."
     fi
@@ -276,13 +282,13 @@ set_python() {
         if [[ $folder/ != "$root"/* && ,$mounts != *",$folder:"* ]]; then mounts+=",$folder:$folder"; fi
     done
     if [[ $(srun --help) == *--container-image* ]]; then
-        # Without --container-env the image's variables override the job's.
         srun+=(--container-image="$CONTAINER_IMAGE" --container-mounts="$mounts" --container-workdir="$root"
-            "--container-env=NNODES,NPROC_PER_NODE,MASTER_ADDR,MASTER_PORT,FABRIC,PYTHON")
+            --container-env="$(IFS=, && echo "${container_env[*]}")")
         return
     fi
     tool=$(command -v apptainer || command -v singularity) ||
         refuse "CONTAINER_IMAGE is set, but srun has no --container-image (pyxis) and there is no apptainer; unset it to use a venv"
+    container_prefix=$(basename "${tool^^}")ENV_
     container=("$tool" exec --bind "$mounts" --pwd "$root")
     if ((gpus > 0)); then container+=(--nv); fi
     container+=("$CONTAINER_IMAGE")

@@ -493,12 +493,32 @@ class TestYourOwn:
 
 
 class TestContainers:
-    """Stand-ins print their arguments and run the command outside of any container."""
+    """Stand-ins print their arguments and run the command outside of any container.
+
+    As the real ones (Apptainer 1.4.5, pyxis 0.24.0), they prefer the image's variables to those that the job does
+    not name, and refuse to mount what does not exist.
+    """
+
+    APPTAINER = """#!/bin/bash
+        echo "$0 $*"
+        while [[ $1 != *.sif ]]; do
+            for mount in $(test "$1" != --bind || tr , ' ' <<<"$2"); do [[ -e ${mount%%:*} ]] || exit 255; done
+            shift
+        done
+        shift
+        export PYTHON=/image/python
+        for name in ${!APPTAINERENV_*}; do export "${name#APPTAINERENV_}=${!name}"; done
+        exec "$@"
+    """
 
     PYXIS = f"""#!/bin/bash
         if [[ $1 == --help ]]; then exec echo "--container-image=[USER@]IMAGE"; fi
         for word; do
             if [[ $word == --container-* ]]; then echo "srun $word"; else words+=("$word"); fi
+            if [[ $word == --container-env=* && $word, != *,PYTHON,* ]]; then export PYTHON=/image/python; fi
+            for mount in $(test "$word" = "${{word#--container-mounts=}}" || tr , ' ' <<<"${{word#*=}}"); do
+                [[ -e ${{mount%%:*}} ]] || exit 1
+            done
         done
         exec {shutil.which("srun")} "${{words[@]}}"
     """
@@ -510,22 +530,21 @@ class TestContainers:
         write_program(tools / name, script)
         (folder / "ddp.sif").touch()
         env = {"PATH": f"{tools}:/usr/sbin:/usr/bin:/sbin:/bin", "CONTAINER_IMAGE": str(folder / "ddp.sif")}
-        return env | {"CONTAINER_MOUNTS": "/data:/data", "PYTHON": sys.executable}
+        return env | {"CONTAINER_MOUNTS": "/opt:/data", "PYTHON": sys.executable}
 
     def complete(self, cluster, folder, name, script):
         env = self.stand_in(folder, name, script)
         return assert_world_size(2, cluster, folder, "ddp-srun.sbatch", ("--gpus-per-node=1",), **env).text
 
     def test_apptainer(self, cluster, tmp_path):
-        script = '#!/bin/bash\necho "$0 $*"\nwhile [[ $1 != *.sif ]]; do shift; done\nshift\nexec "$@"\n'
-        text = self.complete(cluster, tmp_path, "apptainer", script)
-        mounts = f"--bind {ROOT}:{ROOT},/data:/data,{tmp_path}:{tmp_path} --pwd {ROOT}"
+        text = self.complete(cluster, tmp_path, "apptainer", self.APPTAINER)
+        mounts = f"--bind {ROOT}:{ROOT},/opt:/data,{tmp_path}:{tmp_path} --pwd {ROOT}"
         assert f"/apptainer exec {mounts} --nv {tmp_path}/ddp.sif bash -c" in text
 
     def test_pyxis(self, cluster, tmp_path):
         text = self.complete(cluster, tmp_path, "srun", self.PYXIS)
         assert f"srun --container-image={tmp_path}/ddp.sif\n" in text
-        assert f"srun --container-mounts={ROOT}:{ROOT},/data:/data,{tmp_path}:{tmp_path}\n" in text
+        assert f"srun --container-mounts={ROOT}:{ROOT},/opt:/data,{tmp_path}:{tmp_path}\n" in text
         assert f"srun --container-workdir={ROOT}\n" in text
         assert re.search(r"srun --container-env=.*MASTER_ADDR", text)
 

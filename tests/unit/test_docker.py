@@ -69,9 +69,15 @@ def test_images_get_the_driver_s_library_for_the_jpeg_engines():
     assert asked.split(",") == ["compute", "utility", "video"]
 
 
-def test_images_get_infiniband_from_enroot():
-    """Its hook mounts no device without this variable, and NCCL would use TCP."""
-    assert "\nENV MELLANOX_VISIBLE_DEVICES=all\n" in stage("FROM ${BASE_IMAGE} AS base")
+def test_images_start_under_enroot_without_infiniband():
+    """Its hook for this variable starts no container on a node without /sys/class/infiniband."""
+    assert "MELLANOX" not in (ROOT / "docker/Dockerfile").read_text()
+
+
+def test_a_login_shell_finds_the_images_python():
+    """enroot starts containers by a login shell, and Debian's /etc/profile sets PATH."""
+    folder = re.search(r"ENV PATH=(\S+?):\$PATH", stage("FROM ${BASE_IMAGE} AS base"))[1]
+    assert f"'PATH={folder}:$PATH' >/etc/profile.d/" in stage("FROM ${BASE_IMAGE} AS base")
 
 
 def test_an_installer_without_a_digest_is_refused():

@@ -565,6 +565,47 @@ def test_what_is_to_be_prepared_on_the_login_node_is_asked_for(job, tmp_path, en
     assert [line for line in done.stderr.splitlines() if line.startswith(f"error: {said}")], done.stderr
 
 
+APPTAINER = """#!/bin/bash
+    echo "$*" >>"$(dirname "$0")/asked"
+    while [[ $1 != *.sif ]]; do
+        for mount in $(test "$1" != --bind || tr , ' ' <<<"$2"); do
+            [[ -e ${mount%%:*} ]] || { echo "FATAL: mount source ${mount%%:*} doesn't exist" >&2; exit 255; }
+        done
+        shift
+    done
+    shift
+    export PYTHON=/image/python SOURCE_REVISION=image # of the image: Apptainer prefers them to the job's
+    for name in ${!APPTAINERENV_*}; do export "${name#APPTAINERENV_}=${!name}"; done
+    exec "$@"
+"""
+
+
+def test_an_images_variables_do_not_replace_the_jobs(job, tmp_path):
+    """An image has the revision that it was built from; a job in it runs the code of this checkout."""
+    write_program(tmp_path / "apptainer", APPTAINER)
+    (tmp_path / "ddp.sif").touch()
+    names = "NNODES NPROC_PER_NODE MASTER_ADDR MASTER_PORT FABRIC PYTHON SOURCE_REVISION"
+    here = " ".join(f"${name}" for name in names.split())
+    then = f"""echo "{here}"; "${{container[@]}}" bash -c 'echo "{here}"'"""
+    done = job(then=then, CONTAINER_IMAGE=str(tmp_path / "ddp.sif"), NPROC_PER_NODE="3", FABRIC="tcp")
+    of_job, of_rank = done.stdout.splitlines()[-2:]
+    assert of_rank == of_job, done.stderr
+    assert re.fullmatch(rf"2 3 n1 \d+ tcp {sys.executable} ([0-9a-f]{{40}}(-dirty)?|unknown)", of_job)
+    write_program(tmp_path / "srun", "#!/bin/bash\necho --container-image")
+    done = job(then='printf "%s\\n" "${srun[@]}"', CONTAINER_IMAGE="ddp.sqsh")
+    assert f"--container-env={names.replace(' ', ',')}" in done.stdout.splitlines()
+
+
+def test_a_folder_of_runs_need_not_exist_to_be_mounted(script, tmp_path):
+    """Apptainer and pyxis do not make what they mount."""
+    write_program(tmp_path / "apptainer", APPTAINER)
+    image, runs = tmp_path / "ddp.sif", tmp_path / "new/runs"
+    image.touch()
+    done = script("echo begun", CONTAINER_IMAGE=str(image), RUNS_DIR=str(runs))
+    assert done.stdout.endswith("begun\n"), done.stderr
+    assert f",{runs}:{runs} " in (tmp_path / "asked").read_text()
+
+
 RUNS_ON_ONE_NODE = """#!/bin/sh
 while [ "$1" != bash ]; do if [ $# = 0 ]; then exit; fi; shift; done
 exec "$@"
