@@ -88,8 +88,9 @@ class Cluster:
             ) from None
         except OSError as error:
             raise UserError(f"cannot run {self.command[0]}: {error.strerror}") from None
-        # If kubectl printed an object, it reached a cluster: a call inside was refused, such as a webhook's.
-        if done.returncode and not done.stdout and re.search(UNREACHABLE, done.stderr):
+        # An error from the server may quote a call inside the cluster that was refused, such as a webhook's.
+        is_answered = done.stdout or "Error from server" in done.stderr
+        if done.returncode and not is_answered and re.search(UNREACHABLE, done.stderr):
             raise UserError(f"kubectl reaches no cluster ({last_line(done.stderr)}); set KUBECONFIG")
         return done
 

@@ -365,6 +365,7 @@ def test_what_kubectl_had_created_without_an_answer_is_taken_back(monkeypatch, c
         ("Unable to connect to the server: dial tcp 10.0.0.1:6443: i/o timeout", False),
         ("Unable to connect to the server: net/http: TLS handshake timeout", False),
         (NO_WEBHOOK.replace("connection refused", "context deadline exceeded"), True),
+        (NO_WEBHOOK, True),
         ("Error from server (Forbidden): no", True),
     ],
 )
