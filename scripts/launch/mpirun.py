@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from recipes.common.errors import UserError, nearest
 from recipes.common.options import Parser, positive_int
-from recipes.common.process.entry import USAGE_STATUS
+from recipes.common.process.entry import USAGE_STATUS, wait_for_rank_0
 from recipes.common.process.parent import end_with_parent, exec_python
 from recipes.common.process.ranks import bind_address
 from recipes.common.process.signals import STOP_SIGNALS
@@ -67,6 +67,8 @@ def refuse(message: str, rank: int | None = None) -> NoReturn:
     """Exit with status 2; rank 0 prints the reason in one line."""
     if (first_set(MPI_RANK, 0) if rank is None else rank) == 0:
         print(f"error: {message}", file=sys.stderr, flush=True)
+    else:
+        wait_for_rank_0(USAGE_STATUS)
     sys.exit(USAGE_STATUS)
 
 

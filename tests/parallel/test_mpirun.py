@@ -122,6 +122,8 @@ def mpi4py_with(error=None):
 def test_what_is_missing_is_said_once(monkeypatch, capsys, module, reason):
     monkeypatch.setitem(sys.modules, "mpi4py", module)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    waited = []
+    monkeypatch.setattr(mpirun, "wait_for_rank_0", waited.append)
     for rank, lines in (("0", 1), ("1", 0)):
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", rank)
         with pytest.raises(SystemExit) as caught:
@@ -130,6 +132,7 @@ def test_what_is_missing_is_said_once(monkeypatch, capsys, module, reason):
         text = capsys.readouterr().err
         assert len(text.splitlines()) == lines
         assert rank == "1" or reason in text
+    assert waited == [2], "rank 1 waits: Open MPI 5 kills rank 0 at once where another rank exits first"
 
 
 @pytest.mark.parametrize(
