@@ -28,6 +28,7 @@ for name, value in (
     ("OPENBLAS_NUM_THREADS", "1"),  # its threads spin as soon as NumPy is imported
     ("OMPI_MCA_mpi_yield_when_idle", "1"),
     ("OMPI_MCA_hwloc_base_binding_policy", "none"),
+    ("PRTE_MCA_hwloc_default_binding_policy", "none"),  # from Open MPI 5 on
 ):
     os.environ.setdefault(name, value)
 

@@ -40,8 +40,10 @@ MPI_ENV = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_orte_execute_quiet": "1",  # -q of Open MPI 4
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # PRTE: from Open MPI 5 on
 }
-"""Variables with which mpirun starts processes as root, and more of them than there are cores."""
+"""Variables with which mpirun starts processes as root and more of them than there are cores."""
 
 _context = multiprocessing.get_context("forkserver")
 torch.set_num_threads(1)  # threads that spin while they wait would take the other workers' cores

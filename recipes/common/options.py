@@ -14,6 +14,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -438,7 +439,7 @@ def parse(kind: type[T], recipe: str, doc: str | None, argv: Sequence[str] | Non
     parser = Parser(f"python -m recipes.{recipe}.train", doc)
     declared = {one.name: one for one in fields(kind)}  # type: ignore[arg-type]
     for part in reversed(kind.__mro__):
-        names = [name for name in vars(part).get("__annotations__", {}) if name in declared]
+        names = [name for name in get_annotations(part) if name in declared]
         group = parser.add_argument_group((part.__doc__ or "").split("\n")[0].rstrip(".")) if names else parser
         for name in names:
             flag, default = f"--{name.replace('_', '-')}", declared[name].default

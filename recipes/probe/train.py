@@ -1,7 +1,7 @@
 """Which process is which: the map of ranks, nodes and devices that a launcher gives, proven by an all-reduce.
 
     make run RECIPE=probe NODES=2 NPROC_PER_NODE=2
-    mpirun -q -np 4 .venv/bin/python -m scripts.launch.mpirun recipes.probe.train
+    mpirun -np 4 .venv/bin/python -m scripts.launch.mpirun recipes.probe.train
     .venv/bin/horovodrun --gloo -np 4 .venv/bin/python -m recipes.probe.train --join horovod
     MASTER_ADDR=a .venv/bin/python -m recipes.probe.train --join spawn --nnodes 2 --node-rank 0 --nproc-per-node 2
 

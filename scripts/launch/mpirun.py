@@ -1,19 +1,20 @@
 """Start a recipe under mpirun: MPI says who is who, then each process becomes its rank of the recipe.
 
-    mpirun -q -np 4 python -m scripts.launch.mpirun recipes.ddp.train --epochs 3
-    mpirun -q -np 4 python -m scripts.launch.mpirun train.py --lr 0.1           # a script of your own
-    mpirun -q -np 4 python -m scripts.launch.mpirun --nproc-per-node 2 recipes.ddp.train   # two nodes on one host
+    mpirun -np 4 python -m scripts.launch.mpirun recipes.ddp.train --epochs 3
+    mpirun -np 4 python -m scripts.launch.mpirun train.py --lr 0.1           # a script of your own
+    mpirun -np 4 python -m scripts.launch.mpirun --nproc-per-node 2 recipes.ddp.train   # two nodes on one host
 
 It sets the variables that torchrun would set (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR,
 MASTER_PORT) and numbers the ranks as torchrun does: node by node, whatever --map-by says. On several hosts it also
 sets the network's environment (scripts/launch/fabric.sh). Then it closes MPI and replaces itself with
 `python -m MODULE`, so that training runs without MPI. MASTER_ADDR and MASTER_PORT are kept if they are set.
 
-- `mpirun -q` prints nothing when a rank fails (the recipe has printed the reason); the job's exit status is that
-  of the rank that failed first, 2 for a refusal.
+- When a rank fails, mpirun adds lines of its own to the recipe's reason (Open MPI 4's `-q` omits them). The job's
+  exit status is that of the rank that failed first, 2 for a refusal.
 - USR1 sent to mpirun reaches the ranks: they write a checkpoint and leave with status 0. Use it to stop a job.
 - TERM and Ctrl-C sent to mpirun kill the job: Open MPI 4 gives the ranks a TERM after one second and a KILL after
-  another (`--mca odls_base_sigkill_timeout 10` makes both waits 10 s), and ends with status 1 in any case.
+  another (`--mca odls_base_sigkill_timeout 10` makes both waits 10 s), Open MPI 5 a TERM at once and a KILL after
+  half a second. It ends with status 1 in any case.
 - A rank that is killed ends the job. If mpirun itself is killed, the ranks end too.
 - Horovod uses MPI itself: `mpirun -np 4 python -m recipes.horovod.train`, without this module.
 """
@@ -32,7 +33,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from recipes.common.errors import UserError, nearest
 from recipes.common.options import Parser, positive_int
-from recipes.common.process.entry import USAGE_STATUS
+from recipes.common.process.entry import USAGE_STATUS, wait_for_rank_0
 from recipes.common.process.parent import end_with_parent, exec_python
 from recipes.common.process.ranks import bind_address
 from recipes.common.process.signals import STOP_SIGNALS
@@ -66,6 +67,8 @@ def refuse(message: str, rank: int | None = None) -> NoReturn:
     """Exit with status 2; rank 0 prints the reason in one line."""
     if (first_set(MPI_RANK, 0) if rank is None else rank) == 0:
         print(f"error: {message}", file=sys.stderr, flush=True)
+    else:
+        wait_for_rank_0(USAGE_STATUS)
     sys.exit(USAGE_STATUS)
 
 

@@ -24,7 +24,7 @@ def mpirun(nodes, nproc_per_node):
     need_mpi()
     words = ["--nproc-per-node", str(nproc_per_node)]
     size = str(nodes * nproc_per_node)
-    command = ["mpirun", "-q", "-np", size, sys.executable, "-m", "scripts.launch.mpirun"]
+    command = ["mpirun", "-np", size, sys.executable, "-m", "scripts.launch.mpirun"]
     return [*command, *words, "recipes.probe.train"]
 
 

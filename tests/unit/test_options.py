@@ -17,7 +17,7 @@ import yaml
 
 from recipes.common.errors import UserError, nearest
 from recipes.common.optim import learning_rate
-from recipes.common.options import Parser, check_batch
+from recipes.common.options import Parser, RunOptions, check_batch, option, parse, positive_int
 from recipes.common.process.entry import run_main
 from recipes.ddp import train as ddp
 from recipes.single import train as single
@@ -353,6 +353,16 @@ def test_without_horovod_its_recipe_says_how_to_build_it(monkeypatch):
 def test_nearest_names_one_word_or_none():
     assert nearest("digit", ["digits", "cifar10"]) == "; did you mean 'digits'?"
     assert nearest("zzz", ["digits"]) == ""
+
+
+def test_a_recipe_without_the_future_import_has_its_options():
+    """From Python 3.14 on, such a class computes its annotations only when they are asked for."""
+
+    @dataclasses.dataclass(frozen=True)
+    class MineOptions(RunOptions):
+        width: int = option(8, positive_int, "width")
+
+    assert parse(MineOptions, "mine", "", ["--width", "3"]).width == 3
 
 
 def test_options_are_read_only():

@@ -144,17 +144,21 @@ def _print_refusal(error: UserError) -> None:
     rank = os.environ.get("RANK", "0")
     local_rank = os.environ.get("LOCAL_RANK", rank)
     if rank != "0" and not error.on_one_rank and not (error.on_every_node and local_rank == "0"):
-        # A launcher ends all ranks as soon as one of them exits. Before that, rank 0 has to print the reason, and
-        # after rank 0 the first rank of this node.
-        for number in STOP_SIGNALS:
-            signal.signal(number, lambda number, frame: sys.exit(error.status))
-        # A launcher may have started this process with these signals blocked.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        time.sleep(REFUSAL_GRACE_S * (1 if local_rank in ("0", rank) else 2))
+        # After rank 0, the first rank of this node prints, too.
+        wait_for_rank_0(error.status, 1 if local_rank in ("0", rank) else 2)
         if HAVE_MET.is_set() or local_rank != "0":
             return
     sys.stdout.flush()
     print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+def wait_for_rank_0(status: int, shares: int = 1) -> None:
+    """Give rank 0 the time to print why all ranks end, unless a signal comes: launchers end all once one exits."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda number, frame: sys.exit(status))
+    # A launcher may have started this process with these signals blocked.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    time.sleep(REFUSAL_GRACE_S * shares)
 
 
 def _lack_of_memory(said: str) -> str:

@@ -136,6 +136,7 @@ def launcher(backend: str, number: int, place: Place, folder: Path) -> tuple[lis
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if backend == "mpi":
         environment["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
+        environment["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"  # from Open MPI 5 on
         if os.geteuid() == 0:
             environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         command = ["mpirun", "-np", str(place.nodes * place.processes), sys.executable]

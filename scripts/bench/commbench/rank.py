@@ -1,6 +1,6 @@
 """One rank of the communication benchmark, for one backend.
 
-    mpirun -q -np 4 python -m scripts.bench.commbench.rank --backend mpi
+    mpirun -np 4 python -m scripts.bench.commbench.rank --backend mpi
     torchrun --nproc-per-node=2 -m scripts.bench.commbench.rank --backend gloo --sizes 64k,16m
 
 Rank 0 prints the table, or writes its rows to --result, as scripts/bench/commbench/__main__.py asks for.
