@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Any, NoReturn
@@ -140,6 +141,29 @@ class JobClock(datetime):
 # ---- the rendezvous
 
 
+@dataclass(frozen=True, repr=False)
+class NodeDesc(dynamic_rendezvous._NodeDesc):
+    """torchrun's description of a node, in the order of NODE_RANK and not of addresses: the order of the ranks.
+
+    Rank 0 prints what the job does, and users watch node 0.
+    """
+
+    number: int = 0
+
+    def __lt__(self, other: Any) -> bool:
+        return (self.number, str(self)) < (other.number, str(other))
+
+
+class NodeDescGenerator(dynamic_rendezvous._NodeDescGenerator):
+    """Makes the descriptions of a node that has this number."""
+
+    number = 0
+
+    def generate(self, local_addr: str | None = None) -> NodeDesc:
+        """Return a new description."""
+        return NodeDesc(**vars(super().generate(local_addr)), number=self.number)
+
+
 class Timeouts(RendezvousTimeout):
     """torchrun's timeouts, with a longer last call in the first round, since nodes start at different times."""
 
@@ -160,6 +184,7 @@ class UnfinishedError(UserError):
 class Handler(DynamicRendezvousHandler):
     """torchrun's rendezvous, which also reports lost nodes as a reason to restart."""
 
+    _node_desc_generator = NodeDescGenerator()
     members: frozenset[Any] = frozenset()
     """The nodes of the round."""
     left: frozenset[Any] = frozenset()
@@ -344,19 +369,18 @@ def connect(endpoint: str) -> TCPStore:
     return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-def create_handler(
-    endpoint: str, job: str, min_nodes: int, max_nodes: int, address: str, timeout_s: int
-) -> Handler:
-    """Return this node's rendezvous with the others, which reach it at `address`; it takes at most timeout_s."""
+def create_handler(endpoint: str, job: str, min_nodes: int, node: Node, address: str) -> Handler:
+    """Return this node's rendezvous with the others, which reach it at `address`."""
     store = connect(endpoint)
     JobClock.offset_s = float(store.get("clock")) - time.monotonic()
-    timeouts = Timeouts(join=timedelta(seconds=timeout_s))
+    timeouts = Timeouts(join=timedelta(seconds=node.rdzv_timeout_s))
+    Handler._node_desc_generator.number = node.node_rank
     handler = Handler.from_backend(
         job,
         store,
         C10dRendezvousBackend(connect(endpoint), job),
         min_nodes,
-        max_nodes,
+        node.nnodes,
         address,
         timeouts,
         keep_alive_interval=BEAT_S,
@@ -491,7 +515,10 @@ class Agent(torch_agent.Agent):
 
 NEEDED = (
     (LocalElasticAgent, ("_start_workers", "_monitor_workers", "_stop_workers", "_exit_barrier")),
-    (DynamicRendezvousHandler, ("from_backend", "next_rendezvous", "num_nodes_waiting", "_stop_heartbeats")),
+    (
+        DynamicRendezvousHandler,
+        ("_node_desc_generator", "from_backend", "next_rendezvous", "num_nodes_waiting", "_stop_heartbeats"),
+    ),
     (dynamic_rendezvous, ("datetime", "get_method_name", "_RendezvousExitOp")),
 )
 """What the classes above extend or use in torch, and what install() replaces."""
@@ -534,7 +561,7 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
         os._exit(LOST_STATUS)
 
     try:
-        handler = create_handler(endpoint, job, min_nodes, node.nnodes, address, node.rdzv_timeout_s)
+        handler = create_handler(endpoint, job, min_nodes, node, address)
         spec = worker_spec(node, recipe, options, handler, max_restarts, local_addr=address)
         replaced = handler.notes.compare_set("replaced", "", last_launch(options)).decode()
         agent = Agent(

@@ -1,5 +1,6 @@
 """The rendezvous of an elastic job: who is noticed to be lost, who joins, and what a node does then."""
 
+import itertools
 import json
 import os
 import signal
@@ -92,9 +93,10 @@ def nodes(store):
     """Make handlers of nodes, whose heartbeats end with the test."""
     made = []
 
-    def make(count, min_nodes=2, max_nodes=3, timeout_s=20):
-        for _ in range(count):
-            handler = elastic.create_handler(store, "job", min_nodes, max_nodes, "127.0.0.1", timeout_s)
+    def make(count, min_nodes=2, max_nodes=3, timeout_s=20, addresses=("127.0.0.1",)):
+        for number, address in zip(range(count), itertools.cycle(addresses), strict=False):
+            place = Node(max_nodes, number, 1, "", 0, timeout_s)
+            handler = elastic.create_handler(store, "job", min_nodes, place, address)
             handler._state_holder._cache_duration = 0
             made.append(handler)
         return made[-count:]
@@ -135,6 +137,15 @@ def test_a_silent_node_is_noticed_and_the_others_go_on(nodes, capsys):
     name = f"127.0.0.1 (pid {os.getpid()})"
     assert capsys.readouterr().err == f"elastic: round 2: 2 of 3 nodes, without {name}\n"
     assert b.num_nodes_waiting() == 1, "once it is back it joins again"
+
+
+def test_ranks_follow_the_nodes_numbers_and_not_their_addresses(nodes):
+    """Rank 0 prints what the job does: a pod's address says nothing of which pod a user watches."""
+    a, b, c = nodes(3, addresses=["127.0.0.3", "127.0.0.2", "127.0.0.1"])
+    with ThreadPoolExecutor(3) as pool:
+        infos = list(pool.map(lambda handler: handler.next_rendezvous(), (a, b, c)))
+    assert [info.rank for info in infos] == [0, 1, 2]
+    assert {info.bootstrap_store_info.master_addr for info in infos} == {"127.0.0.3"}
 
 
 def test_a_node_joins_the_next_round(nodes):
@@ -566,7 +577,7 @@ def test_a_stop_needs_no_store(nodes, store, monkeypatch):
         [sys.executable, "-c", words, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     serve.stdout.readline()
-    one = elastic.create_handler(f"127.0.0.1:{port}", "job", 1, 1, "127.0.0.1", 20)
+    one = elastic.create_handler(f"127.0.0.1:{port}", "job", 1, Node(1, 0, 1, "", 0, 20), "127.0.0.1")
     one._state_holder._cache_duration = 0
     join(one)
     serve.kill()
