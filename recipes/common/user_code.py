@@ -37,9 +37,8 @@ def digests(args: Options) -> dict[str, str]:
     for name in sorted(set(sys.modules) - before - found.keys()):
         path = Path(getattr(sys.modules[name], "__file__", None) or "")
         version = getattr(sys.modules[name], "__version__", None)
-        if (
-            is_own(path) and path.suffix == ".py" and path.is_file()
-        ):  # torch.classes names a file that is not there
+        # is_file: torch.classes names a file that is not there
+        if is_own(path) and path.suffix == ".py" and path.is_file():
             found[f"import {name}"] = f"code with digest {zlib.crc32(path.read_bytes()):08x}"
         elif "." not in name and name not in sys.stdlib_module_names and isinstance(version, str):
             found[f"import {name}"] = f"version {version}"
