@@ -15,7 +15,18 @@ from scripts.launch import mpirun
 from scripts.launch.echo import Echo, try_port
 from scripts.launch.local import free_port
 from tests.conftest import need_mpi, refused
-from tests.support import MPI_ENV, Command, largest_difference, losses, run_command, train, weights, words_for
+from tests.support import (
+    MPI_ENV,
+    TIMEOUT_S,
+    Command,
+    largest_difference,
+    losses,
+    run_command,
+    train,
+    wait_until,
+    weights,
+    words_for,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +52,7 @@ def start(tmp_path):
     words = words_for(tmp_path, "endless", "--epochs", "1000000")
     job = Command(*command("recipes.ddp.train", *words), **MPI_ENV)
     job.wait_for_step(tmp_path / "endless", 1)
-    assert "world_size=2" in job.text
+    wait_until(lambda: "world_size=2" in job.text, TIMEOUT_S, "mpirun to pass on the first line")
     return job
 
 
