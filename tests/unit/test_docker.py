@@ -77,7 +77,7 @@ def test_images_start_under_enroot_without_infiniband():
 def test_a_login_shell_finds_the_images_python():
     """enroot starts containers by a login shell, and Debian's /etc/profile sets PATH."""
     folder = re.search(r"ENV PATH=(\S+?):\$PATH", stage("FROM ${BASE_IMAGE} AS base"))[1]
-    assert f"'PATH={folder}:$PATH' >/etc/profile.d/" in stage("FROM ${BASE_IMAGE} AS base")
+    assert f'"PATH={folder}:\\$PATH" >/etc/profile.d/' in stage("FROM ${BASE_IMAGE} AS base")
 
 
 def test_an_installer_without_a_digest_is_refused():
