@@ -143,6 +143,7 @@ def threads_per_process(nodes: int, processes: int) -> str:
 def node_environment(node: int, nodes: int, processes: int, gpus: list[str], port: int) -> dict[str, str]:
     """Return the environment of one node: the five launch variables, its GPUs, and settings for one machine."""
     environment = {
+        **keep_compiled_code(),
         **{name: value for name, value in os.environ.items() if name not in OUTER},
         "NNODES": str(nodes),
         "NODE_RANK": str(node),
@@ -154,8 +155,6 @@ def node_environment(node: int, nodes: int, processes: int, gpus: list[str], por
         "PORT_IS_CHOSEN": "1",
         "PYTHON": sys.executable,
     }
-    for name, folder in keep_compiled_code().items():
-        environment.setdefault(name, folder)
     # Threads that wait at a barrier soon sleep instead of burning a core that another process needs.
     environment.setdefault("GOMP_SPINCOUNT", "10000")
     environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # nothing listens beyond it
