@@ -29,8 +29,11 @@ import psutil
 import torch
 
 from recipes.common.process.node import Node
+from scripts.drill.job import find_processes
 from scripts.launch import horovod as horovod_agent
 from scripts.launch.local import free_port
+from scripts.launch.runs import last_step
+from scripts.launch.runs import read_metrics as metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 120.0 * int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -343,11 +346,6 @@ def train(recipe: str, folder: Path, world_size: int, *argv: str, **how: Any) ->
     return folder / name
 
 
-def metrics(run: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def is_equal(one: Any, other: Any) -> bool:
     """Return whether two trees of dicts, lists, tensors and plain values are equal bit for bit."""
     if isinstance(one, torch.Tensor):
@@ -368,13 +366,6 @@ def launches(run: Path, key: str = "world_size") -> list[Any]:
 def contents(folder: Path) -> dict[Path, bytes]:
     """Return the content of each file in a folder and those below it."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def last_step(run: Path) -> int:
-    """Return the newest step that a run has logged so far, 0 for none."""
-    path = run / "metrics.jsonl"
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
 def losses(run: Path) -> list[float]:
@@ -496,28 +487,9 @@ class Command:
         )
         self.alive.append(self)
 
-    def processes(self) -> list[psutil.Process]:
-        """Return every process of this command that still runs."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                is_ours = process.environ().get("TEST_COMMAND") == self.mark
-                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-                continue
-        return found
-
-    def find(self, text: str) -> list[psutil.Process]:
-        """Return the processes of this command with the text in their command line."""
-        found = []
-        for process in self.processes():
-            try:
-                if text in " ".join(process.cmdline()):
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return found
+    def processes(self, text: str = "") -> list[psutil.Process]:
+        """Return the processes of this command that still run, with the text in their command line."""
+        return find_processes(text, TEST_COMMAND=self.mark)
 
     def wait_for_gone(self, within_s: float) -> None:
         """Wait until no process of this command is left; fail the test after within_s."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -17,16 +16,28 @@ from pathlib import Path
 import psutil
 
 from scripts.launch.processes import start_process
+from scripts.launch.runs import last_step
 
 JOB_VARIABLE = "DRILL_JOB"
 """A variable that each process of a job inherits, which also identifies orphans."""
+
+
+def find_processes(text: str = "", **variables: str) -> list[psutil.Process]:
+    """Return the running processes with this text in their command line and these variables."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            is_wanted = variables.items() <= process.environ().items() and text in " ".join(process.cmdline())
+            if is_wanted and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 class Steps:
     """The steps that a run logs, and when each one was first seen."""
 
     def __init__(self, run: Path) -> None:
-        self.path = run / "metrics.jsonl"
+        self.run = run
         self.seen: list[tuple[float, int]] = []
         self.is_ended = False
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -40,14 +51,8 @@ class Steps:
             time.sleep(0.01)
 
     def last(self) -> int:
-        """Return the step of the newest complete line, or 0 if there is none."""
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - 1000))
-                lines = file.read().split(b"\n")[:-1]
-            return int(json.loads(lines[-1])["step"]) if lines else 0
-        except (OSError, ValueError):  # the file does not exist yet, or is being replaced
-            return 0
+        """Return the newest step that is logged, or 0 if there is none."""
+        return last_step(self.run)
 
     def end(self) -> None:
         """Stop watching."""
@@ -82,13 +87,7 @@ class Job:
 
     def processes(self, text: str = "", **variables: str) -> list[psutil.Process]:
         """Return the job's running processes with this text in their command line and these variables."""
-        wanted, found = {JOB_VARIABLE: self.mark, **variables}, []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                is_ours = wanted.items() <= process.environ().items() and text in " ".join(process.cmdline())
-                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+        return find_processes(text, **{JOB_VARIABLE: self.mark, **variables})
 
     def of_node(self, node: int, text: str = "") -> list[psutil.Process]:
         """Return a node's processes with this text in their command line."""

@@ -20,6 +20,17 @@ def read_metrics(run: Path, is_running: bool = False) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole.splitlines()]
 
 
+def last_step(run: Path) -> int:
+    """Return the step of the newest complete line of a running run's metrics.jsonl, or 0 if there is none."""
+    try:
+        with open(run / "metrics.jsonl", "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 1000))
+            lines = file.read().split(b"\n")[:-1]
+        return int(json.loads(lines[-1])["step"]) if lines else 0
+    except (OSError, ValueError):  # the file does not exist yet, or is being replaced
+        return 0
+
+
 def read_losses(run: Path) -> dict[int, float]:
     """Return the training loss of each logged step of a run."""
     return {row["step"]: row["loss"] for row in read_metrics(run) if "loss" in row}

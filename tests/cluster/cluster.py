@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from scripts.drill.job import find_processes
 from tests.support import ROOT, TIMEOUT_S, launches, wait_until
 
 FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY"}
@@ -66,16 +67,9 @@ class Cluster:
         number = self.run(*words, *options, *device, *own, cwd=folder, **env).strip()
         return Job(self, number, folder)
 
-    def processes(self, text: str, node: str | None = None) -> list[psutil.Process]:
+    def processes(self, text: str = "", node: str | None = None) -> list[psutil.Process]:
         """Return the cluster's processes with the text in their command line, on a node or on all."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                is_ours = process.environ().get("SLURM_CONF") == str(self.folder / "slurm.conf")
-                if is_ours and text in " ".join(process.cmdline()):
-                    found.append(process)
-            except psutil.Error:
-                continue
+        found = find_processes(text, SLURM_CONF=str(self.folder / "slurm.conf"))
         return [process for process in found if node is None or self.host_of(process) == node]
 
     def host_of(self, process: psutil.Process) -> str:

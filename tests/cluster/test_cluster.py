@@ -8,12 +8,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.cluster.cluster import Cluster
 from tests.cluster.conftest import require_slurm
-from tests.support import ROOT, wait_until
+from tests.support import ROOT, has_ended, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +24,7 @@ def test_down_leaves_nothing(tmp_path_factory):
     up = cluster.script("up", "2")
     assert up.returncode == 0, up.stderr
     assert f"source {cluster.folder}/activate" in up.stdout
-    inside = [p for p in psutil.process_iter() if is_of(p, cluster)]
+    inside = cluster.processes()
     assert {"munged", "slurmctld", "slurmd"} <= {process.name() for process in inside}
     # A running job, and a command that was started inside the cluster from outside.
     cluster.run("sbatch", "--wrap", "sleep 1000", cwd=cluster.folder)
@@ -43,8 +42,8 @@ def test_down_leaves_nothing(tmp_path_factory):
     assert cluster.script("down").returncode == 0
     assert outside.wait(10) != 0
     assert not cluster.folder.exists()
-    assert not [p for p in psutil.process_iter() if is_of(p, cluster)]
-    assert not [p for p in inside if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not cluster.processes()
+    assert all(map(has_ended, inside))
     mounts = subprocess.run(["findmnt", "--raw"], capture_output=True, text=True).stdout
     assert "/run/netns" not in mounts  # a Docker engine has its namespaces in /run/docker/netns
     # Slurm's commands now print what to do.
@@ -69,13 +68,6 @@ def test_hosts_of_other_names_and_two_threads_a_core(tmp_path):
             assert {"2 rack7-n2", "3 rack7-n2"} <= set(other.read_text().splitlines())
     finally:
         assert cluster.script("down").returncode == 0
-
-
-def is_of(process, cluster):
-    try:
-        return process.environ().get("SLURM_CONF") == str(cluster.folder / "slurm.conf")
-    except psutil.Error:
-        return False
 
 
 def test_plain_commands_work_in_the_shell_that_sources_it(cluster, tmp_path):

@@ -112,7 +112,7 @@ def test_a_port_that_is_taken(tmp_path):
 
 def test_ctrl_c_leaves_no_process(tmp_path):
     command = Command(*DOCTOR, "--nodes", "2", "--runs-dir", str(tmp_path))
-    wait_until(lambda: len(command.find("scripts.doctor")) >= 3, 60, "two nodes")
+    wait_until(lambda: len(command.processes("scripts.doctor")) >= 3, 60, "two nodes")
     command.process.send_signal(signal.SIGINT)
     assert command.wait(20).status == 130
 

@@ -42,7 +42,7 @@ def elastic(nodes, min_nodes, max_restarts, *options, recipe="ddp", **env):
 
 def process_of(job, node, module="scripts.launch.rejoin"):
     """Return the process that runs a module on a node."""
-    [process] = [one for one in job.find(f"-m {module} ") if one.environ()["NODE_RANK"] == str(node)]
+    [process] = [one for one in job.processes(f"-m {module} ") if one.environ()["NODE_RANK"] == str(node)]
     return process
 
 

@@ -39,7 +39,7 @@ def test_a_stopped_rank_ends_the_job_and_is_named(tmp_path):
     """Suspend rank 0 under `make run`. A suspended process handles no signal but KILL, and prints nothing."""
     job = local("ddp", 2, 2, *words_for(tmp_path, "stopped", *WORDS))
     job.wait_for_step(tmp_path / "stopped", STEP)
-    ranks = {process.environ()["RANK"]: process for process in job.find("-m recipes.ddp.train")}
+    ranks = {process.environ()["RANK"]: process for process in job.processes("-m recipes.ddp.train")}
     assert len(ranks) == 4
     ranks["0"].suspend()
     stopped_at = time.monotonic()

@@ -398,9 +398,9 @@ def test_ctrl_c_and_a_lost_terminal_end_everything_at_once(tmp_path, number, wit
 
 
 VICTIMS = {
-    "rank": lambda job: job.find("-m recipes.ddp.train"),
-    "agent": lambda job: job.find("-m scripts.launch.agent"),
-    "launcher": lambda job: job.find("-m scripts.launch.local"),
+    "rank": lambda job: job.processes("-m recipes.ddp.train"),
+    "agent": lambda job: job.processes("-m scripts.launch.agent"),
+    "launcher": lambda job: job.processes("-m scripts.launch.local"),
 }
 
 

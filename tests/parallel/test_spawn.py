@@ -30,7 +30,7 @@ def start(folder, nnodes, nproc_per_node, *argv):
 
 def ranks(node):
     """Return a starter's ranks, without the helper process of multiprocessing."""
-    return node.find("spawn_main")
+    return node.processes("spawn_main")
 
 
 @pytest.mark.parametrize(("nnodes", "nproc_per_node"), [(1, 2), *slow((2, 1))])

@@ -285,7 +285,7 @@ def test_one_that_asks_for_another_start_is_told_to_resume(tmp_path):
 def test_it_ends_with_its_launcher(tmp_path):
     job = Job(tmp_path, f"{WAIT}\nwait()")
     job.wait_for_ranks()
-    [agent] = job.find("-m scripts.launch.agent")
+    [agent] = job.processes("-m scripts.launch.agent")
     agent.kill()
     assert job.wait(timeout_s=10, gone_within_s=10).status == 137
 
@@ -302,7 +302,7 @@ def test_in_an_elastic_job_it_starts_again_and_is_told_to_resume(tmp_path):
     ranks(2, "4 auto 0 auto rank")
     # Either node can hold rank 0.
     [restarted] = re.findall(r"node (\d)\] elastic: rank 0 .* restart 1 of at most 1", job.text)
-    [node] = [one for one in job.find("-m scripts.launch.rejoin ") if one.environ()["NODE_RANK"] != restarted]
+    [node] = [one for one in job.processes("-m scripts.launch.rejoin ") if one.environ()["NODE_RANK"] != restarted]
     command, environment = node.cmdline(), {**node.environ(), "LAUNCHER_PID": str(os.getpid())}
     node.kill()
     ranks(2, "2 auto 1 auto rank")
