@@ -7,10 +7,10 @@ which all of them err in the same direction.
 """
 
 import functools
-import itertools
 import json
 import math
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from recipes.apex import train as recipe
-from recipes.common import job
 from recipes.common.checkpoint.checkpoint import CheckpointFolder
 from recipes.common.data import load_data
 from recipes.common.errors import UserError
 from recipes.common.models.models import build_model
 from tests import support
 from tests.support import (
+    Interrupt,
     Ranks,
     largest_difference,
     losses,
@@ -178,29 +178,6 @@ def use_plain_torch():
     """Change nothing."""
 
 
-def spoil_gradients(only=None):
-    """Make the gradient of every loss, or of loss number `only` alone, nan; the losses stay finite."""
-    original, calls = job.Job.loss, itertools.count(1)
-
-    def spoilt(*args, **kwargs):
-        loss = original(*args, **kwargs)
-        factor = float("nan") if next(calls) == only or only is None else 1.0
-        loss.register_hook(lambda gradient: gradient * factor)
-        return loss
-
-    job.Job.loss = spoilt
-
-
-def spoil_stand_in():
-    use_stand_in()
-    spoil_gradients()
-
-
-def spoil_float16():
-    use_float16()
-    spoil_gradients()
-
-
 def note_events(change, folder):
     """Change this rank, and make it write the calls that the stand-in has recorded at its end."""
     change()
@@ -216,10 +193,11 @@ def note_events(change, folder):
     recipe.main = noting
 
 
-def train_changed(change, folder, name, world_size, *argv, status=0):
+def train_changed(change, folder, name, world_size, *argv, status=0, interrupt=None):
     """Train with a changed recipe; return the run's folder and rank 0's calls to the stand-in."""
     setup = functools.partial(note_events, change, folder)
-    outcome = Ranks("apex", words_for(folder, name, *argv), world_size, folder, setup=setup).wait()
+    words = words_for(folder, name, *argv)
+    outcome = Ranks("apex", words, world_size, folder, interrupt=interrupt, setup=setup).wait()
     assert outcome.statuses == [status] * world_size, outcome.text
     return folder / name, json.loads((folder / "events0.json").read_text())
 
@@ -269,27 +247,23 @@ def test_float16_is_scaled_and_the_scale_is_kept(single, tmp_path):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize(("change", "first_scale"), [(spoil_stand_in, 2.0**16), (spoil_float16, FIRST_SCALE)])
+@pytest.mark.parametrize(("change", "first_scale"), [(use_stand_in, 2.0**16), (use_float16, FIRST_SCALE)])
 def test_a_collapsed_loss_scale_ends_the_run(tmp_path, change, first_scale, level):
     """Every step is skipped and halves the scale, until the run ends with an error."""
     words = ("--opt-level", level, "--max-steps", "30", "--on-nonfinite", "skip")
-    train_changed(change, tmp_path, "run", 1, *words, status=1)
+    fault = Interrupt(signal.SIGCONT, 0, where="gradient")
+    train_changed(change, tmp_path, "run", 1, *words, status=1, interrupt=fault)
     steps = int(math.log2(first_scale)) + 1
     [line] = [line for line in (tmp_path / "rank0.txt").read_text().splitlines() if line.startswith("error: ")]
     assert f" step {steps} is not finite; the loss scale has collapsed to 0.5, so steps change nothing" in line
-
-
-def spoil_step_3_of_stand_in():
-    """Make the gradient of the third loss nan."""
-    use_stand_in()
-    spoil_gradients(only=3)
 
 
 @pytest.mark.parametrize("level", ["O0", "O3"])
 def test_apex_without_a_loss_scale_skips_what_is_not_finite(tmp_path, level):
     """At these levels no scaler checks the gradients, so --on-nonfinite has to."""
     words = ("--opt-level", level, "--max-steps", "5", "--on-nonfinite", "skip")
-    run, _ = train_changed(spoil_step_3_of_stand_in, tmp_path, "run", 1, *words)
+    fault = Interrupt(signal.SIGCONT, 3, where="gradient")
+    run, _ = train_changed(use_stand_in, tmp_path, "run", 1, *words, interrupt=fault)
     assert "warning: skipped step 3" in (tmp_path / "rank0.txt").read_text()
     lines = [line for line in support.metrics(run) if "loss" in line]
     assert [line.get("skipped_steps", 0) for line in lines] == [0, 0, 1, 1, 1]
