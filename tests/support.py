@@ -417,14 +417,14 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
     return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
 
 
-def assert_same_run(run: Path, expected: Path, rel: float = 1e-5) -> None:
+def assert_same_run(run: Path, expected: Path) -> None:
     """Compare the losses, the accuracies and the last weights of two runs."""
     import pytest  # here, as each rank imports this file
 
     assert len(losses(run)) == len(losses(expected)) > 0
-    assert losses(run) == pytest.approx(losses(expected), rel=rel)
+    assert losses(run) == pytest.approx(losses(expected), rel=1e-5)
     assert accuracies(run) == accuracies(expected)
-    assert largest_difference(weights(run), weights(expected)) < rel
+    assert largest_difference(weights(run), weights(expected)) < 1e-5
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Pipeline against the one-process run: the same numbers for every grid, schedule and kind of split."""
 
 import shlex
-import signal
 
 import pytest
 import torch
@@ -23,16 +22,12 @@ from tests.support import (
 
 STEPS = ("--max-steps", "30", "--seed", "1")
 VIT = shlex.split("--model vit-tiny --optimizer adamw --lr 1e-3 --max-steps 6 --clip-grad-norm 0.5")
-RESNET = shlex.split(
-    "--model resnet18 --data synthetic --image-size 32 --num-samples 48 --global-batch-size 16 "
-    "--max-steps 2 --lr 0.01 --warmup-steps 0"
-)
 
 
-def assert_equal(run, expected, rel=1e-5):
-    assert_same_run(run, expected, rel)
+def assert_equal(run, expected):
+    assert_same_run(run, expected)
     ours, theirs = map(optimizer_tensors, (run, expected))
-    assert largest_difference(ours, theirs) < rel * 10  # momenta add up ten gradients
+    assert largest_difference(ours, theirs) < 1e-4  # momenta add up ten gradients
 
 
 @pytest.mark.parametrize(
@@ -76,13 +71,6 @@ def test_a_model_whose_layers_occur_again_equals_single(tmp_path):
     assert_equal(run, expected)
 
 
-@pytest.mark.slow
-def test_a_resnet_normalises_each_microbatch_as_single_does_each_pass(tmp_path):
-    expected = train("single", tmp_path, 1, *RESNET, "--accumulate-steps", "4")
-    run = train("pipeline", tmp_path, 2, *RESNET)
-    assert_equal(run, expected, rel=1e-4)
-
-
 def test_groups_of_batch_norm_have_no_warning_that_losses_depend_on_the_processes(tmp_path):
     for argv, is_warned in (((), True), (("--batchnorm-group", "4"), False)):
         name = f"warned-{is_warned}"
@@ -97,20 +85,6 @@ def test_bf16_follows_single(tmp_path):
     expected = train("single", tmp_path, 1, *options)
     # Each stage rounds like the whole model; only the order of sums over microbatches differs.
     assert losses(train("pipeline", tmp_path, 2, *options)) == pytest.approx(losses(expected), rel=2**-8)
-
-
-def test_a_signal_writes_a_checkpoint_that_another_grid_completes(single, tmp_path):
-    words, run = ("--seed", "1", "--epochs", "100000"), tmp_path / "run"
-    job = start_run("pipeline", tmp_path, 4, *words)
-    job.wait_for_text("stage 1")
-    job.send(signal.SIGUSR1, ranks=[3])
-    outcome = job.wait(check=True)
-    assert "stopped by" in outcome.outputs[0]
-    step = newest_checkpoint(run)["position"]["step"]
-    resumed = ("--resume", "auto", "--max-steps", str(step + 5), "--stages", "1")
-    start_run("pipeline", tmp_path, 2, *words, *resumed).wait(check=True)
-    assert newest_checkpoint(run)["position"]["step"] == step + 5
-    assert len(losses(run)) == step + 5
 
 
 @pytest.mark.parametrize(
