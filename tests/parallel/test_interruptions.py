@@ -177,13 +177,6 @@ def test_killed_while_it_writes_a_checkpoint(uninterrupted, tmp_path, call):
     assert not list(run.glob("checkpoints/*.tmp"))
 
 
-def test_killed_single_goes_on(uninterrupted, tmp_path):
-    run, outcome = interrupt("single", tmp_path, 1, 31, signal.SIGKILL, None, *FREQUENT)
-    assert outcome.statuses == [-signal.SIGKILL]
-    train("single", tmp_path, 1, *WORDS, "--resume", "auto")
-    assert_equal_bits(run, uninterrupted("single", 1))
-
-
 @pytest.mark.slow
 def test_killed_before_any_checkpoint_starts_again(uninterrupted, tmp_path):
     run, _ = interrupt("ddp", tmp_path, 2, 3, signal.SIGKILL, None)
