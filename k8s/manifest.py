@@ -174,7 +174,7 @@ def check(request: Request) -> None:
     if request.kind == "mpijob" and request.recipe != "horovod":
         raise UserError(f"KIND=mpijob runs horovod, not {request.recipe}; KIND=indexed-job runs every recipe")
     if request.kind == "doctor" and request.recipe != "probe":
-        raise UserError(f"KIND=doctor runs probe, not {request.recipe}")
+        raise UserError(f"KIND=doctor runs probe, not {request.recipe}; KIND=indexed-job runs every recipe")
     if request.kind == "pytorchjob-elastic" and request.recipe in NOT_ELASTIC:
         raise UserError(
             f"KIND=pytorchjob-elastic: {request.recipe} cannot be elastic; use KIND=indexed-job, or RECIPE=ddp"

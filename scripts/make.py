@@ -113,7 +113,7 @@ def choices(name: str, known: Iterable[str] = ()) -> list[str]:
     items = value(name).replace(",", " ").split()
     for item in items:
         if item.startswith("-"):
-            raise UserError(f"{name}: expected names separated by spaces, got {item!r}")
+            raise UserError(f"{name} expects names separated by spaces, got {item!r}")
     return check_names(name, items, list(known)) if known else items
 
 

@@ -56,7 +56,8 @@ def config_to_argv(path: Path, flags: Sequence[str]) -> list[str]:
     known = [flag.removeprefix("--") for flag in flags if not flag.startswith("--no-")]
     for flag, value in read_config(path).items():
         if flag not in known or flag in ("config", "help"):
-            raise UserError(f"--config {path}: unknown option {flag!r}{nearest_option(flag, known)}")
+            nearest = nearest_option(flag, known)
+            raise UserError(f"--config {path}: unknown option {flag!r}{nearest}; --help lists all")
         is_switch = f"--no-{flag}" in flags
         if is_switch and isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")

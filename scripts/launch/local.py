@@ -355,7 +355,7 @@ def check_elastic(args: argparse.Namespace) -> tuple[int, int] | None:
             raise UserError("MAX_RESTARTS belongs to an elastic job: set MIN_NODES too")
         return None
     if args.min_nodes > args.nodes:
-        raise UserError(f"MIN_NODES {args.min_nodes} is more than NODES {args.nodes}")
+        raise UserError(f"MIN_NODES {args.min_nodes} is more than NODES {args.nodes}; lower it")
     if args.recipe in NOT_ELASTIC:
         raise UserError(f"{args.recipe} cannot be elastic; unset MIN_NODES, or use RECIPE=ddp")
     return args.min_nodes, 3 if args.max_restarts is None else args.max_restarts

@@ -105,7 +105,7 @@ def check_variables(options: list[str]) -> int:
     endpoint = os.environ.get("RDZV_ENDPOINT", "")
     host, _, port = endpoint.rpartition(":")
     if endpoint and not (host and port.isdigit()):
-        raise UserError(f"RDZV_ENDPOINT: expected host:port, got {endpoint!r}")
+        raise UserError(f"RDZV_ENDPOINT expects host:port, got {endpoint!r}")
     if host.startswith("["):  # [fd00::1]:29500, as IPv6 addresses are written; connections take them without
         os.environ["RDZV_ENDPOINT"] = f"{host.strip('[]')}:{port}"
     if not script.is_set() and not read_option("--name", "", options):

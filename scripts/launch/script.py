@@ -131,7 +131,7 @@ def read_resume() -> str:
     """Return RESUME, by default none; raises UserError for anything but auto or none."""
     resume = os.environ.get("RESUME") or "none"
     if resume not in ("auto", "none"):
-        raise UserError(f"RESUME: expected auto or none, got {resume!r}")
+        raise UserError(f"RESUME expects auto or none, got {resume!r}")
     return resume
 
 
@@ -148,7 +148,7 @@ def make_run_dir(script: Path, name: str) -> Path:
             resumed.
     """
     if name and (Path(name).name != name or name in (".", "..")):
-        raise UserError(f"NAME: expected a name without folders, got {name!r}")
+        raise UserError(f"NAME expects a name without folders, got {name!r}")
     if not name:
         return next_folder(script.stem, runs_dir())
     run_dir = runs_dir() / name

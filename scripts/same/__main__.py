@@ -87,7 +87,7 @@ def check_sizes(args: Namespace) -> None:
     """Raise UserError if world sizes, batches and placeholders are invalid or do not combine; set args.sizes."""
     sizes = args.world_sizes.split()
     if not all(size.isdigit() and 1 <= int(size) <= 64 for size in sizes):
-        raise UserError(f"WORLD_SIZES {args.world_sizes!r}: expected numbers from 1 to 64, such as '1 2 3'")
+        raise UserError(f"WORLD_SIZES expects numbers from 1 to 64, such as '1 2 3', got {args.world_sizes!r}")
     args.sizes = sorted({1, *map(int, sizes)})
     if len(args.sizes) == 1 and args.resume == "none":
         raise UserError("WORLD_SIZES has only 1; add another number of processes, such as '1 2'")

@@ -445,7 +445,7 @@ def test_delete_needs_no_right_to_what_the_job_has_not(play, deleted, refused, e
         (["ddp", "--fabric", "wifi"], "FABRIC: invalid choice 'wifi' (choose from auto, ib, roce, efa, tcp)"),
         (["ddp", "--name", "My_Job"], "NAME expects at most 40 small letters, digits and '-', the first a letter"),
         (["ddp", "--kind", "mpijob"], "KIND=mpijob runs horovod, not ddp"),
-        (["ddp", "--kind", "doctor"], "KIND=doctor runs probe, not ddp"),
+        (["ddp", "--kind", "doctor"], "KIND=doctor runs probe, not ddp; KIND=indexed-job runs every recipe"),
         (["single", "--kind", "pytorchjob-elastic"], "single cannot be elastic; use KIND=indexed-job"),
         (["single", "--nodes", "2"], "single is one process; NODES=1, or RECIPE=ddp"),
         (["ddp", "--", "--epoch=3"], "unknown option --epoch; did you mean '--epochs'?"),

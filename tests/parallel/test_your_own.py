@@ -383,8 +383,8 @@ def test_what_no_launcher_can_run_is_refused(monkeypatch, tmp_path):
     recipe = str(ROOT / "recipes/ddp/train.py")
     assert fail(monkeypatch, SCRIPT=recipe).endswith("is a recipe, not a script; set RECIPE=ddp and no SCRIPT")
     script = str(tmp_path / "train.py")
-    assert fail(monkeypatch, SCRIPT=script, NAME="a/b") == "NAME: expected a name without folders, got 'a/b'"
-    assert fail(monkeypatch, SCRIPT=script, RESUME="yes") == "RESUME: expected auto or none, got 'yes'"
+    assert fail(monkeypatch, SCRIPT=script, NAME="a/b") == "NAME expects a name without folders, got 'a/b'"
+    assert fail(monkeypatch, SCRIPT=script, RESUME="yes") == "RESUME expects auto or none, got 'yes'"
     assert fail(monkeypatch, SCRIPT=script, RESUME="", WORKDIR="/no").startswith("WORKDIR /no is not a folder; ")
 
 

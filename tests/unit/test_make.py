@@ -251,7 +251,7 @@ def test_what_a_target_installs(monkeypatch, target, variables, packages, needs_
             'ARGS: no closing quotation in "--name it\'s"; put \\ before a quote or backslash ',
         ),
         ("test", {"ARGS": "x\n\\"}, "ARGS: no escaped character in 'x\\n\\\\'; "),
-        ("drill", {"FAULTS": "kill-rank --plain"}, "FAULTS: expected names separated by spaces, got '--plain'"),
+        ("drill", {"FAULTS": "kill-rank --plain"}, "FAULTS expects names separated by spaces, got '--plain'"),
         ("drill", {"FAULTS": "kil-rank"}, "FAULTS: invalid choice 'kil-rank'; did you mean 'kill-rank'? (choose"),
         ("evidence", {"CLAIMS": "one-cruve"}, "CLAIMS: invalid choice 'one-cruve'; did you mean 'one-curve'? (ch"),
         ("submit", {"RECIPE": "ddp", "GPUS": "8:h100"}, "GPUS expects a whole number, or a type and a "),

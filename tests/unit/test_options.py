@@ -257,7 +257,7 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("text", "words"),
         [
-            ("epoch: 3", "unknown option 'epoch'; did you mean 'epochs'?"),
+            ("epoch: 3", "unknown option 'epoch'; did you mean 'epochs'?; --help lists all"),
             ("config: other.yaml", "unknown option 'config'"),
             ("help: true", "unknown option 'help'"),
             ("no-download: true", "unknown option 'no-download'"),

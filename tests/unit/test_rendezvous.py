@@ -770,9 +770,9 @@ def test_a_node_that_leaves_is_not_waited_for(nodes, monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "options", "words"),
     [
-        ({"NNODES": "2", "MIN_NODES": "3"}, ["--name=x"], "MIN_NODES 3 is more than NNODES 2"),
+        ({"NNODES": "2", "MIN_NODES": "3"}, ["--name=x"], "MIN_NODES 3 is more than NNODES 2; lower it"),
         ({"MIN_NODES": "0"}, ["--name=x"], "MIN_NODES expects a whole number of at least 1"),
-        ({"RDZV_ENDPOINT": "here"}, ["--name=x"], "RDZV_ENDPOINT: expected host:port, got 'here'"),
+        ({"RDZV_ENDPOINT": "here"}, ["--name=x"], "RDZV_ENDPOINT expects host:port, got 'here'"),
         ({}, [], "an elastic job needs a name"),
     ],
 )
@@ -809,7 +809,7 @@ def test_a_store_whose_port_is_taken(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "refusal"),
     [
-        ("ddp --min-nodes=3", "MIN_NODES 3 is more than NODES 2"),
+        ("ddp --min-nodes=3", "MIN_NODES 3 is more than NODES 2; lower it"),
         ("ddp --min-nodes=x", "MIN_NODES expects a whole number from 1 to 1024, got 'x'"),
         ("ddp --min-nodes=1 --max-restarts=1001", "MAX_RESTARTS expects a whole number from 0 to 1000"),
         ("ddp --max-restarts=1", "MAX_RESTARTS belongs to an elastic job"),
