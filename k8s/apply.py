@@ -235,7 +235,7 @@ def created_problem(events: list[dict[str, Any]], name: str, since: str) -> str 
     for event in events:
         owner, said = event["involvedObject"].get("name", ""), event.get("message", "")
         is_ours = owner in (name, f"{name}-node-0", f"{name}-launcher")  # of a JobSet or TrainJob; of an MPIJob
-        # An older job of this name may have left events; times of the cluster's own clock tell them apart, to the
+        # An older job of this name may have left events; times of the cluster's own clock separate them, to the
         # second: an eventTime also has microseconds.
         is_new = (event.get("lastTimestamp") or event.get("eventTime") or since)[:19] >= since[:19]
         if is_ours and is_new and re.search(r"exceeded quota|violates PodSecurity|forbidden", said):
@@ -295,7 +295,7 @@ class FollowedLog:
             self.last_seen = time.monotonic()
 
     def keep_following(self, head: dict[str, Any] | None) -> bool:
-        """Follow the log again if its connection broke; return whether it goes on."""
+        """Follow the log again if its connection broke; return whether it is followed."""
         now = time.monotonic()
         if self.process.poll() is None:
             return True
@@ -367,7 +367,7 @@ class Watch:
             if time.monotonic() > self.log.last_seen + LOG_END_GRACE_S:
                 raise LostSightError(
                     f"the log of node 0 has ended {LOG_END_GRACE_S} s ago, and its container runs on; the job "
-                    f"goes on; look with {' '.join(self.cluster.command)} logs {head['metadata']['name']}"
+                    f"continues; look with {' '.join(self.cluster.command)} logs {head['metadata']['name']}"
                 )
         else:
             self.check_start(job, pods, head)
@@ -434,7 +434,7 @@ class Watch:
                     raise UserError(f"the job {self.name} has been deleted while it was followed") from None
                 if time.monotonic() > deadline:
                     raise LostSightError(
-                        f"the job cannot be followed ({error}); the job goes on; {self.request.delete} ends it"
+                        f"the job cannot be followed ({error}); the job continues; {self.request.delete} ends it"
                     ) from None
                 self.say(f"waiting, {RETRY_S:g} s at most: the cluster does not answer ({error})")
             time.sleep(POLL_S)
@@ -555,7 +555,7 @@ def main(argv: list[str]) -> int:
     try:
         return Watch(cluster, request, args.start_timeout_s).run()
     except KeyboardInterrupt:
-        print(f"\nthe job goes on; {request.delete} ends it", file=sys.stderr)
+        print(f"\nthe job continues; {request.delete} ends it", file=sys.stderr)
         return INTERRUPTED
 
 

@@ -7,8 +7,8 @@
 # environment by FABRIC (auto on several machines) and site.env (scripts/launch/fabric.sh), and becomes the launcher that the
 # recipe needs. USR1 and TERM mean: write a checkpoint, then leave with status 0, or STOPPED_STATUS where that is set
 # (scripts/launch/stopped_status.py).
-# Also optional: RDZV_TIMEOUT_S bounds the wait for other nodes (300 s), RDZV_ID tells this job from another at the
-# same address; MIN_NODES makes the job elastic (scripts/launch/rejoin.py); LAUNCHER_PID is the process with which this
+# Also optional: RDZV_TIMEOUT_S bounds the wait for other nodes (300 s), RDZV_ID distinguishes this job from another at
+# the same address; MIN_NODES makes the job elastic (scripts/launch/rejoin.py); LAUNCHER_PID is the process with which this
 # node's processes end (recipes/common/process/parent.py).
 #
 # SCRIPT=train.py runs that file in the recipe's place, started as the recipe is (docs/your-own.md):
@@ -89,7 +89,7 @@ horovod | script-horovod)
     exec "$python" -m scripts.launch.horovod "$recipe" "$@"
     ;;
 *)
-    # An elastic job's agent is started again where it was killed and the job goes on.
+    # An elastic job's agent is started again if it is killed and the job continues.
     agent=scripts.launch.agent
     if [[ -n ${MIN_NODES:-} ]]; then agent=scripts.launch.rejoin; fi
     exec "$python" -m "$agent" "$recipe" "$@"

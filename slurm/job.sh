@@ -425,7 +425,7 @@ start_again() {
     elif ((status == 75 || greatest == 75)); then # other nodes may have reached the port's owner instead
         requeue "another process took port $MASTER_PORT"
     elif ((status == 0)); then
-        echo "error: job $job: its ranks were told to stop before their end; $go_on" >&2
+        echo "error: job $job: its ranks were asked to stop before their end; $go_on" >&2
         exit 1
     elif ((greatest != 2)); then
         lost=$(lost_nodes)

@@ -375,7 +375,7 @@ def submit_to_slurm(args: Namespace, folder: Path, runs: list[Run]) -> int:
     try:
         watch(jobs, number)
     except KeyboardInterrupt:
-        print(f"\njob {number} goes on; {again}", flush=True)
+        print(f"\njob {number} continues; {again}", flush=True)
         return 128 + signal.SIGINT
     statuses = [job.end() for job in jobs]
     if args.sweep:

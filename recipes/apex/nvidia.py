@@ -106,7 +106,7 @@ def keep_masters(
         return ((names[place], master) for place, master in masters)
 
     # Apex: without this hook, state_dict() casts the half weights up and loses the 13 bits that only the masters
-    # have. A run that resumes from those weights would differ from one that goes on.
+    # have. A run that resumes from those weights would differ from one that continues.
     def give_masters(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
         for name, master in named_masters():
             state[name] = master.detach().float()

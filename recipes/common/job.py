@@ -36,7 +36,7 @@ def draw_order(split: Split, args: Options, epoch: int) -> Tensor:
 
 
 MOST_MS = 2**24 - 1
-"""Longest step, in ms, that a vote tells."""
+"""Longest step, in ms, that a vote can carry."""
 
 
 @dataclass
@@ -329,7 +329,7 @@ class Job:
         self._write(lambda record: record.progress.say(text))
 
     def _write(self, action: Callable[[Record], None]) -> None:
-        """Run an action on rank 0's record; a failure becomes that rank's vote, as the other ranks go on."""
+        """Run an action on rank 0's record; a failure becomes that rank's vote, as the other ranks continue."""
         if self.record:
             try:
                 action(self.record)

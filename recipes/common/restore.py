@@ -1,4 +1,4 @@
-"""Go on from a checkpoint: what a job takes over of its content."""
+"""Resume from a checkpoint: which parts of its content a job takes over."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def time_buckets(bucket: torch.Tensor, number: int) -> float:
 def time_busy_buckets(bucket: torch.Tensor, number: int, compute: Callable[[], object]) -> list[float]:
     """Return the mean times of such an all-reduce and of a call of compute meanwhile; call it on all ranks.
 
-    The last call of compute goes on alone, and counts by the share of its time before the all-reduces ended.
+    The last call of compute ends alone, and counts by the share of its time before the all-reduces ended.
     """
     dist.barrier()
     marks: list[float] = [time.perf_counter()]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Ask PyPI's advisory database about every locked package: known vulnerabilities fail, and so does what it cannot tell.
+# Ask PyPI's advisory database about every locked package: known vulnerabilities fail, and so do packages unknown to it.
 #
 #   scripts/dev/audit.sh
 #

@@ -201,7 +201,7 @@ def rdma_rates() -> dict[str, float]:
 
 
 def code_digest() -> str:
-    """Return a digest of the code, which tells copies apart even if git does not."""
+    """Return a digest of the code, which distinguishes copies even if git does not."""
     digest = hashlib.sha256()
     for folder in ("recipes", "scripts"):
         for path in sorted((ROOT / folder).rglob("*.py")):

@@ -123,7 +123,7 @@ def cut_10_s(trial: Trial) -> str:
     time.sleep(2)  # for the step that is under way
     step = trial.steps.last()
     time.sleep(8)
-    expect(trial.steps.last() == step, "not planted: the job went on without the link")
+    expect(trial.steps.last() == step, "not planted: the job continued without the link")
     trial.repair()
     return victim
 

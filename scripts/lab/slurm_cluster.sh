@@ -157,7 +157,7 @@ export SLURM_CLUSTER_DIR=$(printf %q "$state")
 case ":\$PATH:" in *:"\$SLURM_CLUSTER_DIR/bin":*) ;; *) PATH="\$SLURM_CLUSTER_DIR/bin:\$PATH" ;; esac
 # All nodes share this machine's cores.
 export OMP_NUM_THREADS=\${OMP_NUM_THREADS:-1} GOMP_SPINCOUNT=\${GOMP_SPINCOUNT:-1000}
-# MPI's mpirun says no to root unless told twice.
+# MPI's mpirun refuses root without both of these.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 ACTIVATE
 }

@@ -243,7 +243,7 @@ class LocalJob:
             now = time.monotonic()
             if self.failed():
                 error_deadline = min(error_deadline, now + FAILURE_GRACE_S)
-            elif self.refusals and now > self.held_until:  # the job goes on: the line was no refusal
+            elif self.refusals and now > self.held_until:  # the job continues: the line was no refusal
                 self.print_refusals()
             if self.interrupted_by or now > min(error_deadline, self.stop_deadline):
                 first_failed = self.failed()  # nodes that are killed below did not fail by themselves

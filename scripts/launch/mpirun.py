@@ -233,7 +233,7 @@ def main(argv: list[str] | None = None) -> None:
     os.environ.update(process_variables(world, args.nproc_per_node))
     from mpi4py import MPI
 
-    # MPI is no longer needed. mpirun goes on watching the processes after this call.
+    # MPI is no longer needed. mpirun still watches the processes after this call.
     MPI.Finalize()
     exec_python(["-m", args.module, *args.options])
 

@@ -19,7 +19,7 @@ from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch.command import ROOT
 
 FAILURE_GRACE_S = 5.0
-"""How long the other processes may go on after one has failed: they notice the failure by themselves."""
+"""How long the other processes may run after one has failed: they notice the failure by themselves."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ SAVING = threading.Event()
 """Set while ranks of an elastic job may write a checkpoint before a node joins or leaves."""
 
 announce_stop: Callable[[], bool] | None = None
-"""In an elastic job: tell the other nodes of a stop signal before ranks get it; return whether they ended well."""
+"""Announce a stop signal to an elastic job's nodes before ranks get it; return whether these ranks ended well."""
 
 
 def rank_command(recipe: str, options: list[str]) -> list[str]:

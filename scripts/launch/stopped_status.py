@@ -1,4 +1,4 @@
-"""Be a container's first process, and tell a run that was stopped before its end from one that has come to it.
+"""Be a container's first process, and distinguish a run that was stopped before its end from a complete one.
 
     STOPPED_STATUS=143 python -m scripts.launch.stopped_status ddp --name mine --runs-dir /runs --resume auto
 
@@ -7,9 +7,9 @@ ends with status 0 on all nodes. Slurm's batch script checks more than the statu
 status 0 of a drained node as "done" and never restarts it. This process therefore ends with STOPPED_STATUS, a
 failure, and the restart resumes from the checkpoint. As process 1 it also passes signals on and reaps orphans.
 
-A script has no record to tell. The node that is stopped writes a file beside the run's folder before it passes the
-signal on, so that the nodes whose ranks then end, too, can tell this end from the script's own. (In an elastic job
-the others go on, and end only by themselves.)
+A script has no record. The node that is stopped writes a file beside the run's folder before it passes the signal
+on, so that the nodes whose ranks then end, too, can distinguish this end from the script's own. (In an elastic job
+the others continue, and end only by themselves.)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CLOCKS_S = 2.0
 
 
 def has_finished(options: Sequence[str], begin: float) -> bool | None:
-    """Whether the run of these options has finished since `begin`; None if there is no record to tell."""
+    """Whether the run of these options has finished since `begin`; None if there is no record."""
     name = read_option("--name", "", options)
     folder = Path(read_option("--runs-dir", "runs", options)) / name
     if not name or not (folder / "config.json").exists():
@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
     finished = None if script.is_set() else has_finished(argv, begin)
     was_stopped = received or last_stop() != earlier
     if status == 0 and (finished is False or (finished is None and was_stopped)):
-        print(f"stopped before its end: status {stopped_status}, so that a restart goes on", flush=True)
+        print(f"stopped before its end: status {stopped_status}, so that a restart continues", flush=True)
         return stopped_status
     return status
 

@@ -180,7 +180,7 @@ def test_ctrl_c_leaves_the_job_running(cluster, submit, tmp_path):
     command.process.send_signal(signal.SIGINT)
     assert command.process.wait(10) == 130
     last = command.text.splitlines()[-1]
-    assert last.startswith(f"job {job} goes on; to follow it: tail -n +1 -F ")
+    assert last.startswith(f"job {job} continues; to follow it: tail -n +1 -F ")
     assert last.endswith(f"to cancel it: scancel {job}")
     assert cluster.run("squeue", "--noheader", "--jobs", job, "--format", "%T").strip() == "RUNNING"
     cluster.run("scancel", job)

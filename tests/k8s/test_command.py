@@ -396,7 +396,7 @@ def test_ctrl_c_leaves_the_job(tmp_path):
     command.process.send_signal(signal.SIGINT)
     result = command.wait()
     assert result.status == 130
-    assert result.stderr.endswith("the job goes on; make k8s-delete NAME=ddp NAMESPACE=team ends it\n")
+    assert result.stderr.endswith("the job continues; make k8s-delete NAME=ddp NAMESPACE=team ends it\n")
     assert not any("delete" in call["argv"] for call in calls(tmp_path))
 
 
@@ -658,7 +658,7 @@ def test_a_cluster_that_does_not_answer_for_long_ends_the_command_and_not_the_jo
     monkeypatch.setattr(apply.time, "monotonic", lambda: float(next(now)))
     watching = watch(monkeypatch)
     watching.cluster.get = Mock(side_effect=UserError("no answer from the cluster within 60 s to kubectl get"))
-    with pytest.raises(UserError, match=r"; the job goes on; make k8s-delete NAME=ddp ends it$") as raised:
+    with pytest.raises(UserError, match=r"; the job continues; make k8s-delete NAME=ddp ends it$") as raised:
         watching.run()
     assert raised.value.status == 1
     assert 120 <= next(now) < 400

@@ -299,7 +299,7 @@ def test_a_drained_node_stops_the_job_and_the_restart_goes_on(tmp_path):
     results = wait_for(pods)
     assert [result.status for result in results] == [143, 143]
     assert "resume with --name mine --resume auto" in results[0].stdout
-    assert all(result.stdout.endswith("so that a restart goes on\n") for result in results)
+    assert all(result.stdout.endswith("so that a restart continues\n") for result in results)
     whole = train("ddp", tmp_path / "whole", 2, "--epochs", "3", nodes=2)
     assert last_step(tmp_path / "mine") < last_step(whole)
 

@@ -69,7 +69,7 @@ def test_a_stopped_run_fails_and_a_finished_one_does_not(recipe, tmp_path):
     stopped.process.send_signal(signal.SIGTERM)
     result = stopped.wait()
     assert result.status == 143, result.stderr
-    assert result.stdout.endswith("stopped before its end: status 143, so that a restart goes on\n")
+    assert result.stdout.endswith("stopped before its end: status 143, so that a restart continues\n")
     if recipe == "spawn":
         return  # it ends like single
     rest = (*command, "--max-steps", str(last_step(tmp_path / "mine") + 2))

@@ -227,7 +227,7 @@ def submitted(job, tmp_path):
 
 
 RECORD = 'touch "$run_dir/config.json"'
-TOLD = "error: job 7: its ranks were told to stop before their end"
+TOLD = "error: job 7: its ranks were asked to stop before their end"
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_a_submitted_job_is_requeued_or_ends_as_rank_0_has(
         ('touch "$run_dir/saved"', "0 USR1", False, True, "it was stopped before its end"),
         ("", "0 USR1", True, True, "it was stopped before its end"),
         ("", "0 TERM", True, True, "it was stopped before its end"),
-        ("", "0 TERM", False, False, "its ranks were told to stop"),
+        ("", "0 TERM", False, False, "its ranks were asked to stop"),
     ],
 )
 def test_a_submitted_script_is_requeued_if_a_restart_would_go_on(

@@ -212,7 +212,7 @@ class CheckpointFolder:
 
 
 def identity_of(path: Path) -> tuple[int, ...]:
-    """Return what tells a file from another one under its name, the same for hard links."""
+    """Return what distinguishes a file from another one of its name, the same for hard links."""
     about = path.stat()
     return about.st_ino, about.st_mtime_ns, about.st_size
 

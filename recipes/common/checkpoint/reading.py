@@ -43,7 +43,7 @@ def read_newest(
 ) -> tuple[Path, dict[str, Any]] | None:
     """Return the newest good checkpoint of a folder, or None if there has never been one.
 
-    Bad ones are skipped with a warning. With `set_aside`, for a run that goes on, those that are newer than the
+    Bad ones are skipped with a warning. With `set_aside`, for a run that continues, those that are newer than the
     good one are renamed to *.bad, so that they never count among the newest again. `check`: as for
     read_checkpoint().
 

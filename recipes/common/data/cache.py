@@ -59,7 +59,7 @@ class Cache:
 
 
 def is_hole(file: int, start: int) -> bool:
-    """Whether nothing was written at a place of an open file; False if its file system cannot tell."""
+    """Whether nothing was written at a place of an open file; False if its file system does not say."""
     try:
         return os.lseek(file, start, os.SEEK_DATA) > start
     except OSError as error:

@@ -101,7 +101,7 @@ def run_main(main: Callable[[], object]) -> int:
 
 
 def _refuse(error: UserError) -> int:
-    """Print the error unless another rank does, and return its status; end this process if the others go on."""
+    """Print the error unless another rank does, and return its status; end this process if the others continue."""
     active = Watch.active if error.on_one_rank else None  # with the ranks' store, unless Horovod connects them
     if not active or active.notes.count(f"error/{error}", otherwise=1) == 1:
         _print_refusal(error)

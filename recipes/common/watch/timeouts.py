@@ -1,4 +1,4 @@
-"""How long ranks may wait for each other, and what tells that they have waited too long."""
+"""How long ranks may wait for each other, and the error if they wait too long."""
 
 from __future__ import annotations
 

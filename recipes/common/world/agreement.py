@@ -76,7 +76,7 @@ def wait_for_all(
     Args:
         peers: the ranks.
         wait: waits at most so many seconds (None: without bound) for this rank's work; returns whether it is done.
-        timeout_s: how long a rank may be silent: while its work goes on, it tells the others so.
+        timeout_s: how long a rank may be silent: while its work takes longer, it reports to the others.
         allowed_s: how long it may do so. After that, they wait for it as for any other rank.
         name: what the ranks wait for, in a report of a hang.
     """

@@ -1,4 +1,4 @@
-"""Which network NCCL uses between hosts, by its own words: it falls back to TCP and goes on.
+"""Which network NCCL uses between hosts, by its own log: it falls back to TCP without an error.
 
 NCCL prints `NCCL INFO Using network IB` (`Socket`: TCP; `AWS Libfabric` or another plugin's name) for each
 communicator, only with NCCL_DEBUG=INFO (src/init.cc). Its log goes to a file of this process (for a user's script,

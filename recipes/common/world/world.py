@@ -262,9 +262,9 @@ def _exchange_kinds(store: dist.Store, ranks: Ranks, kind: str, text: str) -> di
     """Serve as the `Exchange` of devices.py before there is a process group: a handful of requests per rank."""
     # World: each rank sends its kind of device and its host to the store, and reads one rank's for each kind.
     store.set(f"kind/{kind}", text)
-    if store.add("told", 1) == ranks.world_size:
-        store.set("all told", "")
-    store.wait(["all told"])
+    if store.add("written", 1) == ranks.world_size:
+        store.set("all written", "")
+    store.wait(["all written"])
     kinds = [name for name in ("cpu", "cuda", "error") if store.check([f"kind/{name}"])]
     found = {name: store.get(f"kind/{name}").decode() for name in kinds}
     if store.add("read", 1) == ranks.world_size:
