@@ -30,14 +30,18 @@ SCHEDULERS = ("SLURM_", "OMPI_", "PET_", "JOB_", "PMI_", "PMIX_")
 
 
 @functools.cache
-def nodes_of(path):
-    """Return the nodes of a file's syntax tree."""
-    return list(ast.walk(ast.parse(path.read_text())))
+def nodes_of(path, at_runtime=False):
+    """Return the nodes of a file's syntax tree; at_runtime: without what only type checkers read."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if at_runtime and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    return list(ast.walk(tree))
 
 
-def imports(path):
+def imports(path, at_runtime=False):
     """Yield every module that a file imports, anywhere in it, and the names imported from it."""
-    for node in nodes_of(path):
+    for node in nodes_of(path, at_runtime):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -173,22 +177,6 @@ def floor_of(module):
     return next(number for number, floor in enumerate(FLOORS) if is_below(module, floor))
 
 
-def runtime_imports(path):
-    """Yield the files that a file imports, anywhere in it, except those that only type checkers read."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = []
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    for node in found:
-        names = [alias.name for alias in node.names]
-        if isinstance(node, ast.Import):
-            yield from (name for name in names if name in MODULES)
-            continue
-        inside = [f"{node.module}.{name}" for name in names]
-        yield from {name if name in MODULES else node.module for name in inside} & set(MODULES)
-
-
 def test_every_file_has_a_room():
     """Every room has files as well: a new folder must be added to FLOORS."""
     folders = ("scripts", "docker", "slurm", "k8s")
@@ -208,8 +196,8 @@ def test_a_file_imports_from_its_own_room_and_from_below():
 
 
 def test_no_file_imports_itself_by_way_of_others():
-    arrows = {module: set(runtime_imports(path)) - {module} for module, path in MODULES.items()}
-    assert in_circles(arrows) == {}, "each of these imports another of them"
+    graph = {module: set(imports(path, at_runtime=True)) - {module} for module, path in MODULES.items()}
+    assert in_circles(graph) == {}, "each of these imports another of them"
 
 
 @pytest.mark.parametrize("recipe", TRAINING)
