@@ -177,14 +177,6 @@ def test_killed_while_it_writes_a_checkpoint(uninterrupted, tmp_path, call):
     assert not list(run.glob("checkpoints/*.tmp"))
 
 
-@pytest.mark.slow
-def test_killed_before_any_checkpoint_starts_again(uninterrupted, tmp_path):
-    run, _ = interrupt("ddp", tmp_path, 2, 3, signal.SIGKILL, None)
-    assert not list(run.glob("checkpoints/*.pt"))
-    train("ddp", tmp_path, 2, *WORDS, "--resume", "auto")
-    assert_equal_bits(run, uninterrupted("ddp", 2))
-
-
 @pytest.mark.parametrize(
     "argv",
     [
