@@ -60,5 +60,5 @@ def read(folder: Path, local_rank: int, process: Ended) -> dict[str, Any]:
             found["network"] = network
     if process.status and "error" not in found:
         how = process.last_line if process.status > 0 else f"it {how_ended(process.status)}"
-        found["error"] = "it did not come to an end" if process.is_late else one_line(how)[:400]
+        found["error"] = "it did not end in time" if process.is_late else one_line(how)[:400]
     return found

@@ -179,7 +179,7 @@ class Trial:
         """Wait until the job reaches a random step, and plant the fault."""
         step = self.chance.randrange(2 * CHECKPOINT_INTERVAL + 1, self.setting.steps // 2)
         has_come = self.job.wait_for(lambda: self.steps.last() >= step, JOB_TIMEOUT_S)
-        expect(has_come, f"the job did not come to step {step} (status {self.job.process.poll()})")
+        expect(has_come, f"the job did not reach step {step} (status {self.job.process.poll()})")
         self.figures.at_step, self.planted = self.steps.last(), time.monotonic()
         self.lines_before = self.job.text.count("elastic: ")
         self.figures.victim = self.fault.plant(self)

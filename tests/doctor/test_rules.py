@@ -207,8 +207,8 @@ FAULTS = {
         "node 1 (n1): cpu (cpu): a product of matrices is wrong; take the device out of service",
     ),
     "collectives": (
-        lambda case: case.ranks[1]["ranks"][0].update(stage="all-reduce", error="it did not come to an end"),
-        "node 1 (n1): a rank did not get past all-reduce: it did not come to an end; ",
+        lambda case: case.ranks[1]["ranks"][0].update(stage="all-reduce", error="it did not end in time"),
+        "node 1 (n1): a rank did not get past all-reduce: it did not end in time; ",
     ),
     "collectives, fabric": (
         lambda case: case.ranks.update({1: {"error": "FABRIC expects auto", "ranks": []}}),
@@ -763,7 +763,7 @@ def test_all_links_of_a_rail_are_noted(monkeypatch):
     ("status", "is_late", "said"),
     [
         (1, False, "last line"),
-        (-9, True, "it did not come to an end"),
+        (-9, True, "it did not end in time"),
         (-15, False, "it was killed by SIGTERM"),
         (-35, False, "it was killed by signal 35"),  # SIGRTMIN + 1 has no name
     ],
