@@ -66,20 +66,13 @@ class Job:
                 self.ignored[index] += 1
             else:
                 self.counted[index] += 1
-        if "backoffLimitPerIndex" in self.spec:
-            # indexed_job_utils.go, isIndexFailed: an index fails when its counted failures exceed the limit
-            lost = sum(count > self.spec["backoffLimitPerIndex"] for count in self.counted)
-            # job_controller.go, syncJob; without maxFailedIndexes the other indexes would run on
-            if lost > self.spec.get("maxFailedIndexes", len(self.counted)):
-                self.failed = self.failed or "MaxFailedIndexesExceeded"
-            # backoff_utils.go:199, getRemainingTimePerIndex: the index's own failures, ignored ones too
-            delays = {index: wait_s(self.counted[index] + self.ignored[index]) for index in statuses}
-        else:
-            # job_controller.go, syncJob: exceedsBackoffLimit
-            if sum(self.counted) > self.spec["backoffLimit"]:
-                self.failed = self.failed or "BackoffLimitExceeded"
-            # backoff_utils.go:91, newBackoffRecord: all pods that failed, ignored ones too, since the last success
-            delays = dict.fromkeys(statuses, wait_s(sum(self.counted) + sum(self.ignored)))
+        # indexed_job_utils.go, isIndexFailed: an index fails when its counted failures exceed the limit
+        lost = sum(count > self.spec["backoffLimitPerIndex"] for count in self.counted)
+        # job_controller.go, syncJob; without maxFailedIndexes the other indexes would run on
+        if lost > self.spec.get("maxFailedIndexes", len(self.counted)):
+            self.failed = self.failed or "MaxFailedIndexesExceeded"
+        # backoff_utils.go:199, getRemainingTimePerIndex: the index's own failures, ignored ones too
+        delays = {index: wait_s(self.counted[index] + self.ignored[index]) for index in statuses}
         return {} if self.failed else delays
 
 
