@@ -337,14 +337,6 @@ class TestEnds:
         assert "srun: error: n1: task 0: Exited with exit code 2\n" in job.text
         assert "srun: error: n2: task 1: Killed\n" in job.text
 
-    @pytest.mark.parametrize(
-        ("flag", "words"), [("--partition=mian", "nvalid partition"), ("--nodes=9", "Batch job submission failed")]
-    )
-    def test_slurm_itself_refuses_what_it_cannot_run(self, cluster, tmp_path, flag, words):
-        result = cluster.script("run", "sbatch", flag, str(ROOT / "slurm/ddp.sbatch"), cwd=tmp_path)
-        assert result.returncode == 1
-        assert words in result.stderr
-
 
 WAITS = """
 import os, pathlib, sys, time
