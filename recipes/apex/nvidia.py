@@ -1,4 +1,4 @@
-"""NVIDIA apex 25.05's amp and DistributedDataParallel: the last release that has amp, on GPUs alone."""
+"""NVIDIA apex 25.05's amp and DistributedDataParallel: the last release that has amp, for GPUs only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run recipes one after another on the same data, model, seed and global batch, and set them side by side.
+"""Run recipes one after another on the same data, model, seed and global batch, and compare them.
 
     make compare RECIPES="single ddp" NODES=2
     python -m scripts.bench.compare single ddp --nodes 2 --nproc-per-node 1 -- --epochs 10

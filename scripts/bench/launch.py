@@ -1,4 +1,4 @@
-"""How long it takes from `make run` to the first step, over a bare torchrun that imports torch and does one."""
+"""How long it takes from `make run` to the first step, compared with a bare torchrun of one step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hold the plan's step time and bytes to real runs of the ddp recipe, on nodes with a network each on one machine.
+"""Compare the plan's step time and bytes with real runs of ddp, on nodes with a network each on one machine.
 
     make plan CHECK=1
     make bench PARTS=plan

@@ -1,4 +1,4 @@
-"""What the nodes have found out, and a finding: what rules read, and what they return."""
+"""The facts of all nodes, which rules read, and a finding, which rules return."""
 
 from __future__ import annotations
 

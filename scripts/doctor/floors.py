@@ -1,4 +1,4 @@
-"""Absolute floors: what a GPU, its links and its network have to reach, however slow all the others are, too.
+"""Absolute floors: what a GPU, its links and its network have to reach, even if all nodes are equally slow.
 
 A comparison with other nodes does not show that all of them have fallen back: to an older PCIe generation, from
 NVLink to PCIe, or from RDMA to TCP. The floors lie between the two speeds: about half of the data sheet

@@ -1,4 +1,4 @@
-"""What one node knows of itself, without any other node and without importing torch.
+"""The facts of one node, found without any other node and without importing torch.
 
 `gather` returns plain values that can be sent as JSON. A fact that cannot be determined is None, and its error is
 under "errors", where the rules find it.

@@ -1,4 +1,4 @@
-"""What is wrong, and what to do about it: pure functions of what the nodes have found out.
+"""What is wrong, and what to do about it: pure functions of the nodes' facts.
 
 Each rule takes a Case and yields findings; RULES lists the rules in the order of a report, causes before effects.
 A finding is one line that names the nodes. "error" makes the doctor exit with status 1, "warning" does not.

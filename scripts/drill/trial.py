@@ -1,4 +1,4 @@
-"""One fault in one job: plant it, see the job to its end, start it again where that is due, take the figures."""
+"""One fault in one job: plant it, wait for the job's end, restart the job if that is due, and measure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes with a network each on this machine: addresses of their own, links that can be cut, spoilt or narrowed.
+"""Nodes with a network each on this machine: addresses of their own, links that can be cut, lossy or slow.
 
 Each node is a network namespace behind a bridge, as in slurm_cluster.sh. Everything lives in namespaces of the
 command that needs it (the drill, the benchmarks): however that command ends, the kernel removes them all.

@@ -1,4 +1,4 @@
-"""Become a recipe with USR1 and TERM held back until it listens to them.
+"""Become a recipe, with USR1 and TERM blocked until it handles them.
 
     python -m scripts.launch.hold_signals recipes.single.train --epochs 3
     python -m scripts.launch.hold_signals -u -m recipes.single.train --epochs 3    # Python's own options first

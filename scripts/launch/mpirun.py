@@ -1,4 +1,4 @@
-"""Start a recipe under mpirun: MPI says who is who, then each process becomes its rank of the recipe.
+"""Start a recipe under mpirun: MPI assigns the ranks, then each process becomes its rank of the recipe.
 
     mpirun -np 4 python -m scripts.launch.mpirun recipes.ddp.train --epochs 3
     mpirun -np 4 python -m scripts.launch.mpirun train.py --lr 0.1           # a script of your own

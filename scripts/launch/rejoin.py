@@ -1,4 +1,4 @@
-"""Keep this node in an elastic job: run its agent, and run it again where it was killed or has lost the store.
+"""Keep this node in an elastic job: run its agent, and run it again if it was killed or has lost the store.
 
     MIN_NODES=2 NNODES=4 NODE_RANK=1 MASTER_ADDR=node-a python -m scripts.launch.rejoin ddp --name mine
 

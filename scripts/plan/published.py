@@ -1,4 +1,4 @@
-"""Hold the plan to published runs: ResNet-50 on 8, 64 and 2,528 H100, MLPerf training v4.0.
+"""Compare the plan with published runs: ResNet-50 on 8, 64 and 2,528 H100, MLPerf training v4.0.
 
     make plan CHECK=mlperf
 

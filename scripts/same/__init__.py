@@ -1,1 +1,1 @@
-"""Hold a training script to itself: the same training at every number of processes."""
+"""Compare a training script with itself: the same training at every number of processes."""

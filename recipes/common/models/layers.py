@@ -1,4 +1,4 @@
-"""A model as a sequence of layers, for what splits it or holds it to that."""
+"""A model as a sequence of layers, for the code that splits it or checks it."""
 
 from __future__ import annotations
 

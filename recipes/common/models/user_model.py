@@ -1,4 +1,4 @@
-"""A model of your own, and what holds it to the data and the task before anything is trained."""
+"""A model of your own, and its checks against the data and the task before the training."""
 
 from __future__ import annotations
 

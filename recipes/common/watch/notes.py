@@ -1,4 +1,4 @@
-"""What ranks put down for one another, in a store that may not answer."""
+"""Notes that ranks leave for one another, in a store that may not answer."""
 
 from __future__ import annotations
 

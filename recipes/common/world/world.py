@@ -1,4 +1,4 @@
-"""The processes of a job, connected by torch.distributed, which only this room and parallel/ import."""
+"""The processes of a job, connected by torch.distributed, which only this folder and parallel/ import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The least that training can be: forward, backward and step on ready batches; no data, no record, no checks.
+"""Minimal training: forward, backward and step on ready batches; no data, no record, no checks.
 
     python -m scripts.bench.contenders.bare_step --steps 100 -- --model resnet18 --data synthetic
 

@@ -1,4 +1,4 @@
-"""The least that reading from a web server, and a new cache, cost: send, receive, write, and check nothing."""
+"""The minimum cost of reading from a web server, and of a new cache: send, receive, write, and check nothing."""
 
 from __future__ import annotations
 

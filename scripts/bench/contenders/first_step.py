@@ -1,4 +1,4 @@
-"""The least that a launch can be: import torch, meet the other processes, and do one step under DDP.
+"""A minimal launch: import torch, meet the other processes, and do one step under DDP.
 
 torchrun --nproc-per-node=2 -m scripts.bench.contenders.first_step FILE
 """

@@ -1,4 +1,4 @@
-"""Train a model, save it time and again both ways, and read it back: what the checkpoints of a run cost.
+"""Train a model, save it repeatedly in both ways, and read it back: what the checkpoints of a run cost.
 
 python -m scripts.bench.contenders.save FOLDER --saves 6 -- --model resnet50 --optimizer adamw
 """
