@@ -17,6 +17,7 @@ from torch import nn
 from recipes.common import data, loop, options
 from recipes.common.job import Job
 from recipes.common.models import models
+from recipes.common.watch import watch
 
 
 class NormNet(nn.Sequential):
@@ -57,6 +58,11 @@ CHANGES: list[tuple[Any, str, Any]] = [
     (options, "ONLY_FOR", {**options.ONLY_FOR, "num_samples": ("digits", "synthetic")}),
     (models, "BUILT_IN_MODELS", {**models.BUILT_IN_MODELS, "norm": NormNet}),
     (models, "MIN_IMAGE_SIZE", {**models.MIN_IMAGE_SIZE, "norm": 2}),
+    (
+        watch,
+        "NOTE_INTERVAL_S",
+        10.0,
+    ),  # notes are sent by time: of slow steps, on a busy machine, each one has many
 ]
 """Objects, names of their attributes, and the values that these have in the tests."""
 

@@ -41,6 +41,17 @@ def as_user_error(verb: str, path: object) -> Iterator[None]:
         raise UserError(f"cannot {verb} {error.filename or path}: {error.strerror or error}{hint}") from None
 
 
+NOT_REPEATABLE = " does not have a deterministic implementation"
+"""What torch says, after its name, of an operation that --deterministic forbids on this device."""
+
+
+def unrepeatable(said: str) -> str:
+    """Return which operation --deterministic forbids, and the fix, if an error message is about that; else ""."""
+    line = next((line for line in said.splitlines() if NOT_REPEATABLE in line), "")
+    what = f"{line.split(NOT_REPEATABLE)[0]} has no deterministic implementation on this device"
+    return f"{what}; use another, or drop --deterministic" if line else ""
+
+
 def adjust_output() -> None:
     """Let standard output escape characters that its encoding lacks, as standard error does by default.
 

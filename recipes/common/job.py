@@ -126,7 +126,7 @@ class Job:
         is_sharded = "parts" in own
         if not self.record and not is_sharded:
             return
-        state = {"model": self.model.state_dict(), "optimizer": optimizer_state(self.optimizer), **own}
+        state = {"model": self.model.state_dict(), **own}
         if is_sharded:
             weights = [p.to_local() if hasattr(p, "to_local") else p for p in self.model.parameters()]
         else:
@@ -138,7 +138,7 @@ class Job:
             self.args,
             self.position,
             state["model"],
-            state["optimizer"],
+            state.get("optimizer") or optimizer_state(self.optimizer),
             self.scaler.state_dict(),
             timed=self.throughput.timed(),
             data=self.data.fingerprints,

@@ -39,6 +39,11 @@ Content = dict[str, Any]
 Check = Callable[[Sequence[Tensor]], bool]
 """Returns whether a step with these gradients may change the weights."""
 
+TUNING = (
+    "warning: --compile-mode max-autotune tries many kernels before the first step and evaluation, for minutes; "
+    "raise --timeout-s if ranks then wait too long"
+)
+
 
 @dataclass(frozen=True)
 class Technique:
@@ -157,7 +162,8 @@ def begin_run(
         raise
     run_on_all_ranks(job.begin_record, peers)  # after the restore: it deletes what --overwrite replaces
     peers.watch.follow(lambda: job.position.step, job.folder)
-    for text in filter(None, (unread_folder(job.args), *warnings_before_training(job))):
+    tuning = TUNING if job.args.compile_mode == "max-autotune" else ""
+    for text in filter(None, (unread_folder(job.args), tuning, *warnings_before_training(job))):
         job.say(text)
 
 

@@ -59,9 +59,12 @@ def parameter_indices(optimizer: torch.optim.Optimizer) -> list[int]:
     return [place for own in places for place in own]
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state dict in the form of checkpoints: one group of all parameters, in the model's order."""
-    content, places = optimizer.state_dict(), parameter_indices(optimizer)
+def optimizer_state(optimizer: torch.optim.Optimizer, content: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the state dict (default: the optimizer's) in the form of checkpoints.
+
+    That is one group of all parameters, in the model's order.
+    """
+    content, places = content or optimizer.state_dict(), parameter_indices(optimizer)
     group = {name: value for name, value in content["param_groups"][0].items() if name != "places"}
     state = sorted((places[number], values) for number, values in content["state"].items())
     return {"state": dict(state), "param_groups": [{**group, "params": sorted(places)}]}

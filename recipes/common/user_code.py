@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from recipes.common.errors import UserError, nearest
+from recipes.common.errors import UserError, nearest, unrepeatable
 from recipes.common.options import Options, is_user_code
 from recipes.common.task import Task
 
@@ -133,6 +133,8 @@ def refusal(what: str, error: BaseException, fix: str = "fix it and start again"
         where = f"{error.filename}, line {error.lineno}"
     else:
         where = f"{place.filename}, line {place.lineno}" if place else ""
+    if text := unrepeatable(str(error)):
+        return UserError(f"{what}{f' ({where})' if where else ''}: {text}")
     reason = " ".join(str(error).split())[:300]
     return UserError(f"{what}: {type(error).__name__}: {reason}{f' ({where})' if where else ''}; {fix}")
 

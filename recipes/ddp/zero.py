@@ -6,7 +6,7 @@ Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,7 +15,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from recipes.common.errors import UserError
 from recipes.common.optim import optimizer_class, optimizer_state, parameter_groups
 from recipes.common.options import Options
-from recipes.common.world.peers import Peers
+from recipes.common.parallel.gather import gather_values
+from recipes.common.world.world import World
 
 
 def shard_optimizer(args: Options, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -28,9 +29,15 @@ def shard_optimizer(args: Options, parameters: Iterable[nn.Parameter]) -> torch.
         raise UserError(f"--model {args.model}: --zero: {error}; use one dtype, or drop --zero") from None
 
 
-def consolidate(optimizer: torch.optim.Optimizer, world: Peers) -> dict[str, Any] | None:
+def consolidate(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any] | None:
     """Return the whole optimizer state on rank 0 and None on the others; call it on all ranks."""
-    # DDP: rank 0 collects the optimizer's shards.
-    with world.watch("checkpoint"):
-        optimizer.consolidate_state_dict(to=0)  # type: ignore[attr-defined]
-    return {"optimizer": optimizer_state(optimizer)} if world.rank == 0 else None
+    local = cast(ZeroRedundancyOptimizer, optimizer).optim.state
+    numbered = enumerate(p for group in optimizer.param_groups for p in group["params"])
+    # DDP: rank 0 gathers the optimizer's shards, with AdamW twice the model's bytes; torch's own
+    # consolidate_state_dict() would send them to all ranks.
+    shards = gather_values({number: local[p] for number, p in numbered if p in local}, world, world.control)
+    if shards is None:
+        return None
+    state = {number: values for shard in shards for number, values in shard.items()}
+    content = torch.optim.Optimizer.state_dict(optimizer)  # that of ZeroRedundancyOptimizer needs the sending
+    return {"optimizer": optimizer_state(optimizer, {**content, "state": state})}

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,11 +25,12 @@ from recipes.common.models.models import build_model
 from recipes.common.nonfinite import NonFiniteError
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import is_user_code, parse
+from recipes.common.parallel.gather import gather_values
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
 from recipes.common.seeding import choose_kernels
 from recipes.common.world.agreement import load_same_data, raise_on_all_ranks, run_on_all_ranks, shard
-from recipes.common.world.world import NO_PICKLE, World, train_as_rank
+from recipes.common.world.world import World, train_as_rank
 from recipes.pipeline import partition
 from recipes.pipeline.grid import PARTS_PER_STAGE, Grid, PipelineOptions, build_grid
 from recipes.pipeline.partition import Part
@@ -129,13 +129,10 @@ def gather_state(pipeline: Pipeline, world: Grid, job: Job) -> Content | None:
     raise_on_all_ranks(error if isinstance(error, NonFiniteError) else None, world)
     # Pipeline: rank 0 gathers weights and optimizer state from the stages of replica 0, with momentum twice the
     # model's bytes. DDP: the other replicas hold the same, and send nothing.
-    gathered: list[Any] | None = [None] * world.stages if world.rank == 0 else None
-    with world.watch("checkpoint"):
-        if world.replica == 0:
-            own = partition.state_of(pipeline.modules, job.optimizer)
-            dist.gather_object(own, gathered, dst=0, group=world.first_replica, **NO_PICKLE)
+    own = None if world.replica else partition.state_of(pipeline.modules, job.optimizer)
+    states = gather_values(own, world, world.first_replica)
     # Pipeline: the file equals a one-process run's: every recipe can resume from it, with any number of stages.
-    return {"optimizer": partition.merge_states(gathered, job.model, job.optimizer)} if gathered else None
+    return {"optimizer": partition.merge_states(states, job.model, job.optimizer)} if states else None
 
 
 def train(args: PipelineOptions, world: World, stop: Stop) -> None:

@@ -60,9 +60,21 @@ def read_output(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
     return old
 
 
-def write(part: str, figures: Sequence[Figure], rounds: int, about: Mapping[str, Any], path: Path) -> None:
-    """Write a part's figures to the file; keep those of other parts from an earlier run of the same day."""
+def write(
+    part: str,
+    figures: Sequence[Figure],
+    rounds: int,
+    about: Mapping[str, Any],
+    path: Path,
+    is_complete: bool = False,
+) -> None:
+    """Write a part's figures to the file; keep those of other parts from an earlier run of the same day.
+
+    Figures of a part that is not complete replace no larger number of them from an earlier run.
+    """
     old = read_output(path, about)
+    if not is_complete and len(figures) < sum(row["part"] == part for row in old["figures"]):
+        return
     rows = [row for row in old["figures"] if row["part"] != part] + [figure.as_dict() for figure in figures]
     measured = {"rounds": rounds, "revision": revision()}
     parts = {**old["parts"], part: measured}
@@ -94,6 +106,7 @@ def main(argv: list[str]) -> int:
             for figure in measure(part, rounds):
                 found.append(figure)
                 write(part, found, rounds, about, output)  # each at once: the next one may never come
+            write(part, found, rounds, about, output, is_complete=True)
         except (ImportError, LookupError, OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
             # A failure of one part must not lose the others, which may take hours.
             print(f"error: {part}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

@@ -60,7 +60,7 @@ def gather(
         "rdma": rdma_devices,
         "rdma_gbit_s": rdma_rates,
         "kernel_log": kernel_log.read,
-        "revision": lambda: os.environ.get("SOURCE_REVISION") or revision(),
+        "revision": revision,
         "code": code_digest,
         "gpus": lambda: gpus(within_s / 2 if within_s else COMMAND_TIMEOUT_S),
     }

@@ -30,6 +30,7 @@ from recipes.common.errors import UserError
 from recipes.common.process.node import Failure, Node, check_head
 from recipes.common.process.ranks import bind_address
 from recipes.common.process.rendezvous_errors import MissingNodeError, port_taken_error
+from recipes.common.watch.notes import Notes
 from scripts.launch import script
 from scripts.launch.echo import listen
 from scripts.launch.processes import end_groups, wait_for
@@ -47,6 +48,9 @@ from scripts.launch.recipe_options import read_option
 STORE_LINGER_S = 2.0
 """How long node 0 keeps the store after a refusal, so that the other nodes can read it."""
 
+NOTICE_S = 0.5
+"""How long a node whose ranks have failed waits for others to say that theirs have left: they look every 0.1 s."""
+
 
 class Agent(LocalElasticAgent):
     """torchrun's agent of a node, which ends ranks with END_SIGNAL, and after END_SIGNAL_GRACE_S with KILL.
@@ -54,6 +58,9 @@ class Agent(LocalElasticAgent):
     torchrun would send TERM and wait 30 s. Recipes take TERM for "write a checkpoint", and a process that waits in
     a collective does not react to it. A process that was stopped (SIGSTOP) reacts to KILL alone.
     """
+
+    notes = Notes(None, 1)
+    """What nodes tell each other of ranks that have left."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids = super()._start_workers(worker_group)
@@ -67,6 +74,19 @@ class Agent(LocalElasticAgent):
         ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
         processes = processes_of(self._pcontext)
         return {ranks[i]: Failure(0, process.pid) for i, process in processes.items() if process.returncode == 0}
+
+    def _exit_barrier(self) -> None:
+        """Tell the other nodes that all ranks of this one have left, as theirs may fail because of it."""
+        ranks = " ".join(map(str, self.ranks_that_left()))
+        self.notes.put(f"left/{self._worker_group.group_rank}", ranks)
+        super()._exit_barrier()
+
+    def ranks_that_left_elsewhere(self) -> dict[int, Failure]:
+        """Return the ranks of other nodes all of whose ranks have ended with status 0."""
+        nodes = self._worker_group.group_world_size or 1
+        time.sleep(NOTICE_S if nodes > 1 else 0)
+        texts = self.notes.read("left", range(nodes))
+        return {int(rank): Failure(0, 0) for text in texts.values() for rank in text.split()}
 
 
 def processes_of(context: PContext | None) -> dict[int, subprocess.Popen[bytes]]:
@@ -212,11 +232,13 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
         )
         spec = worker_spec(node, recipe, options, handler, max_restarts=0, **place)
         agent = Agent(spec, DefaultLogsSpecs(logs))
+        agent.notes = Notes(PrefixStore(f"{job}/agents", store), node.nnodes)
         result = agent.run()
+        left = agent.ranks_that_left() | agent.ranks_that_left_elsewhere() if result.is_failed() else {}
         del store  # on node 0 it is the server for all nodes
     except DistError as error:
         raise MissingNodeError(
             f"node {node.node_rank} waited for {node.nnodes} nodes at {node.master_addr}:{node.master_port}, "
             f"at most {node.rdzv_timeout_s} s for each: {str(error).strip().splitlines()[0]}"
         ) from None
-    return node_status(failures_of(result) | agent.ranks_that_left()) if result.is_failed() else 0
+    return node_status(failures_of(result) | left)

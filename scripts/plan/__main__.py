@@ -36,6 +36,7 @@ from recipes.common.options import (
     positive_int,
     whole_number,
 )
+from recipes.common.parallel.gather import PIECE_BYTES
 from recipes.common.world.places import place_of
 from scripts.launch.command import Column, CommandParser, check_recipe, command, next_folder, table
 from scripts.launch.recipe_options import read_option
@@ -273,10 +274,11 @@ def failure_figures(
     whole, messages = entire.checkpoint_bytes(options), entire.tensors(options)
     shards = method.shards(cluster.ranks)
     own = workload.checkpoint_bytes(options, shards) if is_sharded else whole
-    # Rank 0 gathers each tensor of a whole model; with --zero, each rank broadcasts a size and its state.
+    # Rank 0 gathers each tensor of a whole model; with --zero, pieces of all ranks' states, each with a vote.
     (group, _), gathered = cluster.split(max(shards, method.tensor_parallel)), whole
     if method.zero:
-        group, gathered, messages = cluster, workload.state_bytes(options), 2 * cluster.ranks
+        group, gathered = cluster, workload.state_bytes(options)
+        messages = 2 + 2 * math.ceil(gathered / PIECE_BYTES)
     gathered *= group.ranks > 1 and not is_sharded
     once_s, more_s = (cost_model.all_reduce(x, group, "ring", part=0.5).seconds for x in (gathered, 0))
     gather_s = once_s + (messages - 1) * more_s if gathered else 0.0

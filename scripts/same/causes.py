@@ -34,7 +34,8 @@ CAUSES = {
     ),
     "learning-rate-scaled": Cause(
         "the learning rate depends on the number of processes, but the global batch does not",
-        "scale the rate by the global batch, once, or not at all",
+        "scale the rate by the global batch, once, or not at all; step a scheduler once a step, not once per "
+        "process, as accelerate's prepare() does",
         f"{DDP}: “using the same learning rate for equivalent batch size”",
     ),
     "unequal-learning-rates": Cause(

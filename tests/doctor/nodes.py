@@ -36,7 +36,7 @@ class Report:
         return sorted((finding["rule"], *finding["nodes"]) for finding in self.content["findings"])
 
 
-def examine(nodes, *options, planted=None, network="", without_name=(), absent=(), wait_s=5, timeout_s=0.0):
+def examine(nodes, *options, planted=None, network="", without_name=(), absent=(), wait_s=60, timeout_s=0.0):
     """Run the doctor on this many nodes; return its Report.
 
     planted: by node, lines of bash that run on it before its doctor. network: lines that run once all networks

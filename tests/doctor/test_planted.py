@@ -46,7 +46,7 @@ def many():
         planted={
             1: f"mount -t tmpfs -o size=64m shm /dev/shm\nulimit -n 512\n{rdma}",
             2: f"mount -t tmpfs -o size=2m full runs\n{clock}",
-            3: "mount -t tmpfs -o size=2g other runs\nexport SOURCE_REVISION=0123456789",
+            3: "mount -t tmpfs -o size=2g other runs\nexport SOURCE_REVISION=0123456789 GIT_DIR=/nowhere",
         },
         without_name=(1,),
         network="ip -n n3 link set eth0 mtu 1400",

@@ -562,6 +562,11 @@ def test_a_part_that_fails_or_hangs_leaves_the_others_alone(monkeypatch, tmp_pat
     assert {found["code"], found["disk"]} == {0, 1}
 
 
+def test_the_revision_is_that_of_the_checkout_as_in_records(monkeypatch, tmp_path):
+    monkeypatch.setenv("SOURCE_REVISION", "left over from a job in a container")
+    assert node.gather("127.0.0.1", 1, tmp_path, is_quick=True)["revision"] == node.revision()
+
+
 def test_a_node_that_answers_with_something_else_is_lost_with_the_reason():
     """Its code may be of another revision, so its answer may lack any key."""
     one, other = socket.socketpair()

@@ -419,7 +419,13 @@ def mpi_launcher(tmp_path):
 
 def start_launcher(launcher, folder, port, **env):
     path = f"{folder}/bin:/usr/bin:/bin"
-    return simulation.run(launcher, {"/runs": str(folder), "/2222": f"/{port}"}, PATH=path, **env)
+    replaced = {"/runs": str(folder), "/2222": f"/{port}", **known_hosts(folder)}
+    return simulation.run(launcher, replaced, PATH=path, **env)
+
+
+def known_hosts(folder):
+    """Return the replacement for the file of host keys, which is not to be written to this machine's /tmp."""
+    return {"/tmp/known_hosts": str(folder / "known_hosts")}
 
 
 def test_the_launcher_waits_for_every_worker_and_passes_on_its_variables(mpi_launcher, tmp_path):
@@ -465,7 +471,7 @@ def test_a_worker_passes_a_stop_on_to_its_ranks(tmp_path):
     )
     sshd = write_program(tmp_path / "sshd", f"#!/usr/bin/env bash\n{rank}\n")
     worker = simulation.pods("mpijob", load("mpijob.yaml"))[-1]
-    command = simulation.run(worker, {"/usr/sbin/sshd": str(sshd)})
+    command = simulation.run(worker, {"/usr/sbin/sshd": str(sshd), **known_hosts(tmp_path)})
     wait_until((tmp_path / "ready").exists, 60, "a rank")
     command.process.terminate()
     command.wait()
@@ -486,7 +492,7 @@ def test_mpirun_starts_a_process_for_each_slot_and_term_writes_a_checkpoint(tmp_
     launcher.env["MASTER_ADDR"] = "127.0.0.1"
     with socket.create_server(("127.0.0.1", 0)) as sshd:  # accepts connections; nothing more is asked of it
         replaced = {"/runs": str(tmp_path), "/data": str(tmp_path), "/opt/cluster-recipes": str(simulation.ROOT)}
-        replaced["/2222"] = f"/{sshd.getsockname()[1]}"
+        replaced |= {"/2222": f"/{sshd.getsockname()[1]}", **known_hosts(tmp_path)}
         command = simulation.run(launcher, replaced, OMP_NUM_THREADS="1", HOME=str(tmp_path), **MPI_ENV)
         command.wait_for_step(tmp_path / "mine", 5)
         command.process.terminate()
@@ -496,16 +502,53 @@ def test_mpirun_starts_a_process_for_each_slot_and_term_writes_a_checkpoint(tmp_
     assert launches(tmp_path / "mine") == [2]
 
 
-def test_sshd_takes_the_workers_options(tmp_path):
-    """With -t, sshd checks its configuration and ends."""
+def sshd_and_key(folder):
+    """Make the operator's key in a folder, as its Secret has it; skip the test without sshd."""
     sshd, keygen = shutil.which("sshd", path="/usr/sbin"), shutil.which("ssh-keygen")
     require("sshd", sshd and keygen, "there is no sshd", "as root: apt-get install openssh-server")
     if os.geteuid() == 0:  # on a host, the service creates this folder; an ordinary user's sshd needs none
         Path("/run/sshd").mkdir(exist_ok=True)
+    folder.mkdir()
+    subprocess.run([keygen, "-q", "-t", "ecdsa", "-b", "521", "-N", "", "-f", folder / "id_rsa"], check=True)
+    shutil.copy(folder / "id_rsa.pub", folder / "authorized_keys")
+
+
+def test_the_launcher_connects_with_no_host_but_those_that_have_the_operators_key(tmp_path):
+    """Another one that answers by a worker's name would get all variables of the job."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    sshd_and_key(own)
+    sshd_and_key(other)
+    launcher, *_, worker = simulation.pods("mpijob", load("mpijob.yaml"))
+    made = re.search(r"^.*>/tmp/known_hosts$", launcher.words[2], re.MULTILINE)
+    said = {}
+    for folder in (own, other):
+        port = str(free_port())
+        replaced = {"-p 2222": f"-p {port}", **known_hosts(tmp_path)}
+        host_key = {"HostKey=/run/mpi-ssh": f"HostKey={folder}", "/run/mpi-ssh": str(own)}
+        sshd = simulation.run(worker, replaced | host_key)
+        wait_until(lambda port=port: is_open(port), 60, "sshd")
+        command = f"{made[0]}; exec ssh -o BatchMode=yes -F none {launcher.env['SSH_OPTIONS']} 127.0.0.1 echo here"
+        for before, after in (replaced | host_key).items():
+            command = command.replace(before, after)
+        said[folder.name] = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+        sshd.process.terminate()
+        sshd.wait()
+    assert (said["own"].returncode, said["own"].stdout) == (0, "here\n"), said["own"].stderr
+    assert (said["other"].returncode, said["other"].stdout) == (255, ""), said["other"].stderr
+    assert "Host key verification failed" in said["other"].stderr
+
+
+def is_open(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", int(port))) == 0
+
+
+def test_sshd_takes_the_workers_options(tmp_path):
+    """With -t, sshd checks its configuration and ends."""
+    sshd_and_key(tmp_path / "keys")
     worker = simulation.pods("mpijob", load("mpijob.yaml"))[-1]
-    subprocess.run([keygen, "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "id_rsa"], check=True)
     script = worker.words[2]
     worker.words[2] = re.sub(r"sshd -D -e(.*?)&\n.*", r"sshd -t -e\1\n", script, flags=re.DOTALL)
     assert worker.words[2] != script
-    result = simulation.run(worker, {"/run/mpi-ssh": str(tmp_path)}).wait()
+    result = simulation.run(worker, {"/run/mpi-ssh": f"{tmp_path}/keys", **known_hosts(tmp_path)}).wait()
     assert (result.status, result.stderr) == (0, "")

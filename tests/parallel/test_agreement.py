@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import shutil
+import time
 import weakref
 
 import pytest
@@ -17,6 +18,7 @@ from recipes.common import restore as restoring
 from recipes.common.data import imagefolder
 from recipes.common.errors import UserError
 from recipes.common.job import Job
+from recipes.common.parallel import gather as gathering
 from recipes.common.process import entry
 from recipes.common.world import agreement, devices
 from recipes.common.world.devices import start_gpu
@@ -282,17 +284,25 @@ def test_no_copy_of_the_checkpoint_is_kept(tmp_path, recipe, world_size):
     assert [text.splitlines().count("0 of 10 alive") for text in outcome.outputs] == [1] * world_size, outcome.text
 
 
-def note_gathers():
-    gather = torch.distributed.gather_object
+def slow_gathers():
+    """Gather in small pieces that take half a second each, and print how many ranks take part in each."""
+    gather = torch.distributed.gather
 
-    def noting(value, gathered, group, **how):
+    def sleeping(*pieces, group, **how):
         print(f"gathers from {torch.distributed.get_world_size(group)}", flush=True)
-        gather(value, gathered, group=group, **how)
+        time.sleep(0.5)
+        gather(*pieces, group=group, **how)
 
-    torch.distributed.gather_object = noting
+    torch.distributed.gather, gathering.PIECE_BYTES = sleeping, 20_000
 
 
-def test_a_pipeline_gathers_its_state_within_one_replica(tmp_path):
-    argv = ("--max-steps", "1", "--num-microbatches", "2")
-    outcome = start_run("pipeline", tmp_path, 4, *argv, setup=note_gathers).wait(check=True)
-    assert [text.count("gathers from 2") for text in outcome.outputs] == [1, 1, 0, 0]
+@pytest.mark.parametrize(
+    ("recipe", "world_size", "option"), [("pipeline", 4, "--num-microbatches=2"), ("ddp", 2, "--zero")]
+)
+def test_a_large_state_may_take_longer_to_gather_than_the_limit_of_a_wait(tmp_path, recipe, world_size, option):
+    """Each piece has the whole limit: a slow network is no hang. A pipeline gathers within one replica."""
+    argv = ("--max-steps", "1", option, "--timeout-s", "2", "--optimizer", "adamw")
+    outcome = start_run(recipe, tmp_path, world_size, *argv, setup=slow_gathers).wait(check=True)
+    counts = [text.count("gathers from 2") for text in outcome.outputs]
+    assert min(counts[:2]) * 0.5 > 3
+    assert counts[2:] == [0, 0][: world_size - 2]

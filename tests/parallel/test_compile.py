@@ -44,6 +44,14 @@ def test_evaluation_goes_through_the_compiled_model(tmp_path, recipe):
     assert passes == [STEPS, 6]
 
 
+@pytest.mark.parametrize("mode", ["default", "max-autotune"])
+def test_a_mode_that_tries_kernels_for_minutes_is_told(tmp_path, mode):
+    argv = ("--compile", "--compile-mode", mode, "--max-steps", "1", "--device", "cpu")
+    outcome = start_run("single", tmp_path, 1, *argv, setup=functools.partial(count_compiled_passes, tmp_path))
+    told = "warning: --compile-mode max-autotune tries many kernels before the first step"
+    assert (told in outcome.wait(check=True).text) is (mode == "max-autotune")
+
+
 def plant(folder):
     """Make the folder for compiled code one to which all users can write, as another user may have."""
     tempfile.tempdir = str(folder)

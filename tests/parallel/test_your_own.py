@@ -260,13 +260,14 @@ def test_its_status_is_the_jobs_with_one_line_that_names_the_rank(tmp_path, stat
     )
 
 
-@pytest.mark.parametrize("recipe", ["ddp", *slow("horovod")])
-def test_a_rank_that_has_left_the_others_is_named(tmp_path, recipe):
+@pytest.mark.parametrize(("recipe", "nodes"), [("ddp", 1), *slow(("ddp", 2), ("horovod", 1))])
+def test_a_rank_that_has_left_the_others_is_named(tmp_path, recipe, nodes):
     """The others fail because they have lost it: by their errors alone, nobody knows whom."""
     if recipe == "horovod":
         need_horovod()
     source = "import os, sys, time; time.sleep(2 * (os.environ['RANK'] == '1')); sys.exit(int(os.environ['RANK']))"
-    [line] = Job(tmp_path, source, recipe, nproc_per_node=2).wait().errors[:1]
+    result = Job(tmp_path, source, recipe, nodes, 2 // nodes).wait()
+    [line] = [line for line in result.stderr.splitlines() if "error: rank 1 " in line]
     early = "rank 0 ended with status 0, perhaps too early"
     assert line.endswith(f"ended with status 1; its own error is above; {early}")
 

@@ -81,6 +81,9 @@ BUGS = {
     "learning-rate-scaled": {
         "learning rate scaled": {RATE: "lr=0.1 * world_size,"},
         "learning rate scaled twice": {RATE: "lr=0.1 * world_size**2,"},
+        "scheduler stepped once per process": {
+            "scheduler.step()": "[scheduler.step() for _ in range(world_size)]"
+        },
     },
     "same-augmentation": {
         "one seed for augmentation": {SEED_BY_RANK: ""},

@@ -8,6 +8,7 @@ import pickle
 import socket
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -39,6 +40,20 @@ def test_digits_are_the_real_ones():
     ours = sorted(zip(images.tolist(), labels.tolist(), strict=True))
     theirs = load_digits()
     assert ours == sorted(zip(theirs.data.astype(int).tolist(), theirs.target.tolist(), strict=True))
+
+
+def test_digits_without_scikit_learn_or_its_file_are_one_line(monkeypatch, tmp_path):
+    spec, path = (
+        SimpleNamespace(submodule_search_locations=[str(tmp_path)]),
+        tmp_path / "datasets/data/digits.csv.gz",
+    )
+    for found, said in (
+        (None, "--data digits needs scikit-learn; install it with `pip install scikit-learn`"),
+        (spec, f"--data digits: cannot read {path}: .*; reinstall scikit-learn"),
+    ):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, found=found: found)
+        with pytest.raises(UserError, match=f"^{said}$"):
+            load()
 
 
 def test_a_folder_that_the_data_do_not_read_is_no_silent_option(tmp_path):

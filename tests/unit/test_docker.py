@@ -459,6 +459,23 @@ def test_compose_is_that_of_docker_or_the_older_program(tmp_path, monkeypatch):
         compose.run_nodes(docker, [docker, "compose"], {}, 2, compose.LocalJob())
 
 
+def test_an_engine_and_an_image_that_are_missing_are_one_line(tmp_path):
+    for script, said in (
+        ("exit 1", f"no Docker engine answers {tmp_path}/docker.sh; start it "),
+        ("[[ $1 == info ]]", "there is no image mine; make image RECIPE=ddp builds it"),
+    ):
+        with refused(said):
+            compose.check_image(docker_that(tmp_path, script), "mine", "ddp")
+
+
+def test_containers_that_are_not_removed_in_time_are_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compose, "ENGINE_TIMEOUT_S", 0.2)
+    with compose.removed_at_end([docker_that(tmp_path, "exec sleep 2")], {"COMPOSE_PROJECT_NAME": "job-1"}):
+        pass
+    said = "warning: after 0.2 s Compose is still removing the containers of job-1; docker ps --all shows what is "
+    assert capsys.readouterr().err == f"{said}left\n"
+
+
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("DOCKER", docker_that(tmp_path, "true"))
     (tmp_path / "file").touch()

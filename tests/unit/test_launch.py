@@ -497,8 +497,11 @@ class TestMeetNodes:
         monkeypatch.setattr(torch_agent, "PrefixStore", Counted)
         for rank in set(range(1000)) - {7, 900}:
             store.set(f"job/nodes/{rank}", "there")
-        with pytest.raises(MissingNodeError, match=r"^node 5 waited 1 s for node 7, 900 of 1000 at "):
-            torch_agent.meet_nodes(Node(1000, 5, 1, "127.0.0.1", local.free_port(), 1), "job")
+        for address, hint in (("10.0.0.1", ""), ("127.0.0.1", r" \(no other machine reaches 127\.0\.0\.1\)")):
+            asked.clear()
+            said = rf"^node 5 waited 1 s for node 7, 900 of 1000 at {address}:29500; .* is its NODE_RANK right\?"
+            with pytest.raises(MissingNodeError, match=f"{said}{hint}$"):
+                torch_agent.meet_nodes(Node(1000, 5, 1, address, 29500, 1), "job")
         assert max(asked[:8]) == 1
         assert sum(asked) < 5 * 1000
         for rank in (7, 900):

@@ -22,7 +22,7 @@ import torch
 from recipes.common.data import load_data
 from recipes.common.data.cache import Cache, is_hole
 from recipes.common.data.shards import INDEX, RemoteImages, pack
-from recipes.common.data.stores import open_store
+from recipes.common.data.stores import FsspecStore, open_store
 from recipes.common.data.workers import Keys, add_ahead
 from recipes.common.errors import UserError
 from recipes.common.seeding import permutation
@@ -599,6 +599,14 @@ def test_a_store_that_gives_no_size_is_one_line(shards, monkeypatch):
     )
     with pytest.raises(UserError, match=r"cannot read memory://x/index\.npz \(it does not report a size"):
         load("memory://x")
+
+
+def test_a_store_that_sends_a_part_of_what_was_asked_for_is_one_line(monkeypatch):
+    half = type("Half", (), {"cat_file": lambda *_, start, end: bytes((end - start) // 2)})
+    monkeypatch.setattr("recipes.common.data.stores.file_system", lambda _: half())
+    store = FsspecStore("memory://x", 0.1)
+    with pytest.raises(OSError, match="5 bytes came of 10"):
+        store.read("index.npz", 0, 10)
 
 
 def test_fsspec_reads_the_same_images(shards, tmp_path):

@@ -205,6 +205,25 @@ def test_what_is_measured_is_kept_where_a_later_part_is_interrupted(tmp_path, mo
     }
 
 
+def test_a_part_replaces_an_earlier_measurement_once_it_is_complete(tmp_path, monkeypatch):
+    figures, interrupts = [SLOW, BYTES], False
+
+    def measure(part, rounds):
+        yield from (replace(figure, part=part) for figure in figures)
+        if interrupts:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "measure", measure)
+    path = tmp_path / "figures.json"
+    kept = lambda: [row["measured"] for row in json.loads(path.read_text())["figures"]]  # noqa: E731
+    assert (bench.main(["wire", "--output", str(path)]), kept()) == (0, [SLOW.measured, BYTES.measured])
+    figures, interrupts = [replace(SLOW, measured=0.5)], True
+    assert bench.main(["wire", "--output", str(path)]) == 128 + signal.SIGINT
+    assert kept() == [SLOW.measured, BYTES.measured], "an interrupted part replaces no complete one"
+    interrupts = False
+    assert (bench.main(["wire", "--output", str(path)]), kept()) == (0, [0.5]), "there are fewer figures now"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

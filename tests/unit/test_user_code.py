@@ -531,6 +531,17 @@ def test_a_pair_of_arrays_becomes_tensors_on_the_device():
         assert targets.tolist() == [1, 1]
 
 
+def test_an_operation_that_the_option_forbids_is_named_with_it():
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(UserError) as caught:
+            user_code.call_user_code("--model mine:net", torch.zeros(1).put_, torch.tensor([0]), torch.ones(1))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    fix = "put_ has no deterministic implementation on this device; use another, or drop --deterministic"
+    assert str(caught.value) == f"--model mine:net failed: {fix}"
+
+
 def test_a_sample_that_cannot_be_made_is_a_warning_since_the_run_is_complete():
     class Mute:
         def sample(self, model, device):

@@ -1,1 +1,1 @@
-"""What several techniques share: DistributedDataParallel's buckets, weights that ranks hold in shards."""
+"""What several techniques share: DDP's buckets, weights that ranks hold in shards, gathering for a checkpoint."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from recipes.common.errors import UserError, adjust_output
+from recipes.common.errors import UserError, adjust_output, unrepeatable
 from recipes.common.process.ranks import HAVE_MET
 from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.watch.timeouts import TIMEOUT_PHRASES
@@ -49,9 +49,6 @@ LOST_PEER = (
 )
 """Phrases in the error messages of collectives whose other ranks have gone or do not answer."""
 
-NOT_REPEATABLE = " does not have a deterministic implementation"
-"""What torch says, after its name, of an operation that --deterministic forbids on this device."""
-
 SAME_ERROR_S = 1.0
 """How long a rank with an error of its own stays, as the others may have the same one in the same step."""
 
@@ -83,9 +80,8 @@ def run_main(main: Callable[[], object]) -> int:
     except UserError as error:
         return _refuse(error)
     except RuntimeError as error:
-        if line := next((line for line in _said(error).splitlines() if NOT_REPEATABLE in line), ""):
-            what = f"{line.split(NOT_REPEATABLE)[0]} has no deterministic implementation on this device"
-            return _refuse(UserError(f"{what}; use another, or drop --deterministic", on_one_rank=True))
+        if text := unrepeatable(_said(error)):
+            return _refuse(UserError(text, on_one_rank=True))
         is_full = type(error).__name__ == "OutOfMemoryError"  # torch's, which need not be imported for that
         if not _explain(error, is_full):
             raise
