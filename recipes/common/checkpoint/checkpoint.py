@@ -9,6 +9,7 @@ seeding.py.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
@@ -16,6 +17,7 @@ import re
 import shutil
 import struct
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -122,6 +124,15 @@ def names_in(folder: Path) -> set[str]:
         return set(os.listdir(folder))
     except FileNotFoundError:
         return set()
+
+
+def refresh_names(folder: Path) -> None:
+    """Let names_in() return what other nodes have just put into a folder, or removed.
+
+    NFS, sshfs and the like remember a folder's names for up to a minute, until this node itself changes it.
+    """
+    with contextlib.suppress(OSError):  # no folder, or nothing can be written: the reader of names says so
+        Path(tempfile.mkdtemp(prefix=".refresh-", dir=folder)).rmdir()
 
 
 class CheckpointFolder:

@@ -28,7 +28,13 @@ import torch
 from isal import isal_zlib
 from torch import Tensor
 
-from recipes.common.checkpoint.checkpoint import CheckpointFolder, names_in, reason_of, sync_folder
+from recipes.common.checkpoint.checkpoint import (
+    CheckpointFolder,
+    names_in,
+    reason_of,
+    refresh_names,
+    sync_folder,
+)
 from recipes.common.checkpoint.reading import BadCheckpointError, ShardCheck, check_shards
 from recipes.common.errors import UserError
 from recipes.common.nonfinite import raise_first
@@ -179,7 +185,11 @@ def share_checks(action: Callable[[ShardCheck], T], peers: Peers, timeout_s: flo
 
 
 def _missing(path: Path, files: list[dict[str, Any]]) -> str:
-    return min({entry["name"] for entry in files} - names_in(path.parent), default="")
+    lost = {entry["name"] for entry in files} - names_in(path.parent)
+    if lost:
+        refresh_names(path.parent)
+        lost -= names_in(path.parent)
+    return min(lost, default="")
 
 
 def _check_share(peers: Peers, path: Path, files: list[dict[str, Any]]) -> tuple[str, bool]:
