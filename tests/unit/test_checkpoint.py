@@ -398,6 +398,13 @@ def test_a_file_system_that_cannot_flush_folders_takes_checkpoints(folder, monke
     assert read_checkpoint(folder.write(content(40)))["position"]["step"] == 40
 
 
+def test_a_file_that_an_older_job_takes_away_costs_no_checkpoint(folder, monkeypatch):
+    """The older job renames its checkpoint between the search for such files and their removal."""
+    glob, leftover = type(folder.folder).glob, folder.folder / "step-000000035.tmp"
+    monkeypatch.setattr(type(folder.folder), "glob", lambda path, pattern: [*glob(path, pattern), leftover])
+    assert read_checkpoint(folder.write(content(40)))["position"]["step"] == 40
+
+
 def test_a_checkpoint_is_whole_before_it_has_its_name(folder, monkeypatch):
     """A checkpoint is written, flushed and renamed, then its folder is flushed, in this order."""
     seen, sizes = [], []

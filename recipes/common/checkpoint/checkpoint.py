@@ -164,7 +164,7 @@ class CheckpointFolder:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for leftover in self.folder.glob("*.tmp"):
-                leftover.unlink()
+                leftover.unlink(missing_ok=True)  # an older job, which check_owner() stops, may still write it
             with open(temporary, "wb") as file:
                 summed = _SummedFile(file)
                 torch.save(content, summed)  # type: ignore[arg-type]  # it calls write() and flush()
