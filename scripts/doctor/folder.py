@@ -134,9 +134,12 @@ class RunsFolder:
         """
 
         def remove() -> None:
+            now = time.time()
+            with contextlib.suppress(OSError):  # by the clock that dates the others, which may be a server's
+                now = self.folder.stat().st_mtime
             for folder in self.runs_dir.glob(".doctor-*"):
                 with contextlib.suppress(OSError):
-                    if folder == self.folder or time.time() - folder.stat().st_mtime > STALE_S:
+                    if folder == self.folder or now - folder.stat().st_mtime > STALE_S:
                         shutil.rmtree(folder, ignore_errors=True)
 
         if not self.is_writing:
