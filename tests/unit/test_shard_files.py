@@ -428,6 +428,7 @@ def test_a_rank_that_writes_elsewhere_is_noticed(folder, spoil):
 
     (error, *_) = write(folder, 30, spoil=elsewhere)
     assert "cannot write" in str(error)
+    assert "is missing or of another size on rank 0; let all ranks share --runs-dir" in str(error)
     assert folder.paths()[0].name == "step-000000020.pt"
     write(folder, 40)
     assert shards(folder, 30) == []

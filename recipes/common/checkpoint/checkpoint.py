@@ -187,7 +187,7 @@ class CheckpointFolder:
         try:
             if temporary:
                 temporary.unlink(missing_ok=True)
-            newest = next(iter(self.paths()), None)
+            newest = next((found for found in self.paths() if found != path), None)  # it may have been renamed
             left = f"{newest} is intact" if newest else "there is no earlier one"
         except OSError:
             left = f"those in {self.folder} are as they were"
@@ -326,13 +326,17 @@ def reason_of(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
 
 
+NO_FLUSH_ERRORS = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What file systems answer that cannot flush folders, such as AFS, VirtualBox's and some of FUSE and SMB."""
+
+
 def sync_folder(folder: Path) -> None:
     """Flush a folder, so that a rename in it survives a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that cannot flush folders: AFS, VirtualBox's
+        if error.errno not in NO_FLUSH_ERRORS:
             raise
     finally:
         os.close(handle)

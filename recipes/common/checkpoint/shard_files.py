@@ -295,8 +295,13 @@ class ShardedFolder:
         try:
             self.folder.check_owner()  # a newer job may have removed these files
             for entry in files:
-                if (self.folder.folder / entry["name"]).stat().st_size != entry["size"]:
-                    raise OSError(f"{entry['name']} has another size on rank 0; let all ranks share --runs-dir")
+                try:
+                    size = (self.folder.folder / entry["name"]).stat().st_size
+                except FileNotFoundError:
+                    size = None
+                if size != entry["size"]:
+                    what = f"{entry['name']} is missing or of another size on rank 0"
+                    raise OSError(f"{what}; let all ranks share --runs-dir")
             self.folder.write({**map_tree(content, is_reference, merge), "shards": {"files": files}}, is_best)
         except UserError as error:
             return error
