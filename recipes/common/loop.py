@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -146,9 +147,8 @@ def begin_run(
         content = broadcast_tree(content, peers, own_shards or (lambda outline: outline))
 
     def take_over() -> None:
-        if job.args.sharded_checkpoints and not job.folder.is_dir():
-            fix = "let all ranks share --runs-dir, or drop --sharded-checkpoints"
-            raise UserError(f"no {job.folder} on {socket.gethostname()}, where rank 0 has the run; {fix}")
+        if job.args.sharded_checkpoints:
+            check_folder(job.folder)
         if content:
             from recipes.common.restore import restore
 
@@ -165,6 +165,17 @@ def begin_run(
     tuning = TUNING if job.args.compile_mode == "max-autotune" else ""
     for text in filter(None, (unread_folder(job.args), tuning, *warnings_before_training(job))):
         job.say(text)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise UserError if this rank does not see the run's folder, which rank 0 has opened."""
+    fix, host = "let all ranks share --runs-dir, or drop --sharded-checkpoints", socket.gethostname()
+    try:
+        folder.stat()  # not is_dir(), which takes any error for "no" from Python 3.14 on
+    except FileNotFoundError:
+        raise UserError(f"no {folder} on {host}, where rank 0 has the run; {fix}") from None
+    except OSError as error:
+        raise UserError(f"cannot read {folder} on {host}: {error.strerror}; {fix}") from None
 
 
 def gather_places(job: Job) -> list[Place]:

@@ -1,8 +1,8 @@
 """Whether a node can write to the runs folder, and whether all nodes see the same one.
 
-Each node writes a file the way checkpoints are written (temporary name, flush, rename). Once all have written,
-each node looks for the files of the others. The folder below runs/ is removed at the end. Each call has a time
-limit, because the disk may hang.
+Each node writes a file the way checkpoints are written (temporary name, flush, rename over an older file), and
+appends to one, as to a record. Once all have written, each node looks for the files of the others. The folder
+below runs/ is removed at the end. Each call has a time limit, because the disk may hang.
 """
 
 from __future__ import annotations
@@ -72,12 +72,26 @@ class RunsFolder:
                 file.write(self.content(self.rank))
                 file.flush()
                 os.fsync(file.fileno())
+            create(path).close()
             temporary.replace(path)
+            if reason := self._append():
+                return reason
             return (
                 None if path.read_bytes() == self.content(self.rank) else "it reads other bytes than were written"
             )
         finally:
             self.is_writing = False
+
+    def _append(self) -> str | None:
+        """Append to a file, as records do; return the reason if the mount cannot (object stores')."""
+        path = self.folder / f".lines-{self.rank}"
+        create(path).close()
+        try:
+            with open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:
+                file.write(b"line\n")
+        except OSError as error:
+            return f"nothing can be appended to a file ({error.strerror})"
+        return None
 
     def see(self, writers: Sequence[int]) -> list[int]:
         """Return the writers whose files are visible and complete; wait as long as a cache may hide them.
@@ -134,9 +148,12 @@ class RunsFolder:
         """
 
         def remove() -> None:
+            now = time.time()
+            with contextlib.suppress(OSError):  # by the clock that dates the others, which may be a server's
+                now = self.folder.stat().st_mtime
             for folder in self.runs_dir.glob(".doctor-*"):
                 with contextlib.suppress(OSError):
-                    if folder == self.folder or time.time() - folder.stat().st_mtime > STALE_S:
+                    if folder == self.folder or now - folder.stat().st_mtime > STALE_S:
                         shutil.rmtree(folder, ignore_errors=True)
 
         if not self.is_writing:

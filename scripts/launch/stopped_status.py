@@ -18,6 +18,7 @@ import contextlib
 import os
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ from scripts.launch.processes import run
 from scripts.launch.recipe_options import read_option
 
 CLOCKS_S = 2.0
-"""How far a file server's clock may lag behind."""
+"""How far the clock of a file server may differ from that of the node that sets a file's time."""
 
 
 def has_finished(options: Sequence[str], begin: float) -> bool | None:
@@ -41,6 +42,14 @@ def has_finished(options: Sequence[str], begin: float) -> bool | None:
         return None  # there is no run, or its record is not on this node
     result = folder / "result.json"
     return result.exists() and result.stat().st_mtime >= begin
+
+
+def time_on_disk(options: Sequence[str]) -> float:
+    """Return the time by which the runs folder dates its files: that of a file server may differ by an hour."""
+    folder = read_option("--runs-dir", "runs", options)
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
+        return os.fstat(file.fileno()).st_mtime
+    return time.time()  # there is no folder yet, or this node does not write to it
 
 
 def stop_file() -> Path | None:
@@ -75,7 +84,7 @@ def tell_other_nodes() -> None:
 def main(argv: list[str]) -> int:
     """Run scripts/launch.sh with these arguments; return the status with which the container must end."""
     stopped_status = read_number("STOPPED_STATUS", 0, at_least=1)
-    begin = time.time() - CLOCKS_S
+    begin = time_on_disk(argv) - CLOCKS_S
     env = {name: value for name, value in os.environ.items() if name != "STOPPED_STATUS"}
     env[LAUNCHER_PID] = str(os.getpid())
     earlier = last_stop()

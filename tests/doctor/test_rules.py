@@ -5,8 +5,10 @@ Faults of GPUs and drivers, ECC errors, heat and a broken torch are planted only
 
 import contextlib
 import copy
+import errno
 import functools
 import json
+import os
 import re
 import socket
 import threading
@@ -685,6 +687,30 @@ def test_the_look_for_the_files_of_many_nodes_takes_a_few_bytes(tmp_path, monkey
     before = bytes_read()
     assert mine.see([0, 32, 64, 96]) == [0, 32]
     assert bytes_read() - before < 2**16
+
+
+def test_a_folder_to_whose_files_nothing_can_be_appended_is_named(tmp_path, monkeypatch):
+    """Mounts of object stores may write new files only, and a run would end at its second logged step."""
+
+    def refuse_to_append(path, mode, **options):
+        if mode == "ab":
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return open(path, mode, **options)
+
+    monkeypatch.setattr(folder, "open", refuse_to_append, raising=False)
+    found = folder.RunsFolder(tmp_path, "word", 0).write()
+    assert found == "nothing can be appended to a file (Operation not supported)"
+
+
+@pytest.mark.parametrize("behind_s", [7200, -7200])
+def test_another_doctors_folder_stays_although_the_file_server_has_another_time(tmp_path, behind_s):
+    mine = folder.RunsFolder(tmp_path, "mine", 0)
+    for name, age_s in ((mine.folder.name, 0), (".doctor-other", 60), (".doctor-old", 2 * folder.STALE_S)):
+        (tmp_path / name).mkdir()
+        dated = time.time() - behind_s - age_s
+        os.utime(tmp_path / name, (dated, dated))
+    mine.remove()
+    assert [path.name for path in tmp_path.iterdir()] == [".doctor-other"]
 
 
 def test_a_node_looks_for_the_files_of_a_few_others():

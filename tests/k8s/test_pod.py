@@ -4,6 +4,8 @@ import os
 import signal
 import socket
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
@@ -55,6 +57,25 @@ def test_the_record_tells_whether_a_run_has_come_to_its_end(tmp_path):
     os.utime(result, (1000, 1000))
     assert stopped_status.has_finished(options, 999) is True
     assert stopped_status.has_finished(options, 1001) is False, "of an earlier start"
+
+
+def test_a_run_has_finished_also_by_the_clock_of_a_file_server(tmp_path, monkeypatch):
+    """Pods whose run is complete would fail and start again for ever if the clock is an hour behind."""
+    options, fstat = ["--runs-dir", str(tmp_path), "--name", "mine"], os.fstat
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").touch()
+    result = tmp_path / "mine" / "result.json"
+    for behind_s in (3600, -3600):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fstat", lambda file, s=behind_s: SimpleNamespace(st_mtime=fstat(file).st_mtime - s))
+            begin = stopped_status.time_on_disk(options)
+        result.touch()
+        for age_s, has_finished in ((0, True), (60, False)):
+            dated = time.time() - behind_s - age_s
+            os.utime(result, (dated, dated))
+            assert stopped_status.has_finished(options, begin - 1) is has_finished
+    without_folder = stopped_status.time_on_disk(["--runs-dir", str(tmp_path / "none")])
+    assert without_folder == pytest.approx(time.time(), abs=60)
 
 
 @pytest.mark.slow

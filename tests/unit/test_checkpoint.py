@@ -385,16 +385,38 @@ def test_a_failed_write_leaves_what_was_there(folder, monkeypatch):
         assert {path: path.read_bytes() for path in folder.folder.iterdir()} == before
 
 
-def test_a_file_system_that_cannot_flush_folders_takes_checkpoints(folder, monkeypatch):
-    """AFS and VirtualBox's shared folders have no such call; the file itself is flushed."""
+def refuse_folders(monkeypatch, number):
+    """Let a flush of a folder fail with this error; files are flushed."""
     fsync = os.fsync
 
-    def refuse_folders(handle):
+    def fsync_file(handle):
         if stat.S_ISDIR(os.fstat(handle).st_mode):
-            raise OSError(errno.EINVAL, "Invalid argument")
+            raise OSError(number, os.strerror(number))
         fsync(handle)
 
-    monkeypatch.setattr(os, "fsync", refuse_folders)
+    monkeypatch.setattr(os, "fsync", fsync_file)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_that_cannot_flush_folders_takes_checkpoints(folder, monkeypatch, number):
+    """AFS and VirtualBox's shared folders have no such call; the file itself is flushed."""
+    refuse_folders(monkeypatch, number)
+    assert read_checkpoint(folder.write(content(40)))["position"]["step"] == 40
+
+
+def test_what_could_not_be_flushed_is_not_called_intact(folder, monkeypatch):
+    refuse_folders(monkeypatch, errno.EIO)
+    newest = folder.paths()[0]
+    with refused(
+        f"cannot write {folder.folder}/step-000000040.pt: Input/output error; {newest} is intact: fix this"
+    ):
+        folder.write(content(40))
+
+
+def test_a_file_that_an_older_job_takes_away_costs_no_checkpoint(folder, monkeypatch):
+    """The older job renames its checkpoint between the search for such files and their removal."""
+    glob, leftover = type(folder.folder).glob, folder.folder / "step-000000035.tmp"
+    monkeypatch.setattr(type(folder.folder), "glob", lambda path, pattern: [*glob(path, pattern), leftover])
     assert read_checkpoint(folder.write(content(40)))["position"]["step"] == 40
 
 

@@ -1,6 +1,7 @@
 """A training job: which batches come next, what is due when, votes, evaluations and restored checkpoints."""
 
 import dataclasses
+import errno
 import math
 import socket
 from types import SimpleNamespace
@@ -196,6 +197,15 @@ class TestJob:
             "the checkpoint does not fit this run: weight is (2, 2) there, and (1, 1) in --model lenet (2 tensors "
             "differ); use the model that it is of, or start a new run without --resume"
         )
+
+
+def test_a_rank_whose_mount_is_gone_says_so_in_one_line(tmp_path, monkeypatch):
+    error = OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+    monkeypatch.setattr(loop.Path, "stat", Mock(side_effect=error))
+    with refused(
+        f"cannot read {tmp_path} on {socket.gethostname()}: Transport endpoint is not connected; let all"
+    ):
+        loop.check_folder(tmp_path)
 
 
 def test_a_rank_that_does_not_see_the_runs_folder_is_refused_before_it_trains(tmp_path):

@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous import (
 from recipes.common.errors import UserError
 from recipes.common.process.node import Failure, Node
 from recipes.common.process.rendezvous_errors import PortTakenError
+from recipes.common.watch.timeouts import HANG_STATUS
 from scripts.launch import elastic, local, rank_processes, rejoin, torch_agent
 from scripts.launch.command import NOT_ELASTIC
 from scripts.launch.echo import listen
@@ -320,6 +321,7 @@ def monitored(monkeypatch, result, handler, restarts=2, stopped_by=()):
     monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda self, group: result)
     monkeypatch.setattr(elastic.psutil.Process, "children", lambda self: [])  # pytest's children are no ranks
     one = elastic.Agent.__new__(elastic.Agent)
+    one._worker_group = SimpleNamespace(workers=[])
     one.handler, one._remaining_restarts = handler, restarts
     stopped = set(stopped_by)
     for owner in (elastic, rank_processes):
@@ -852,3 +854,31 @@ def test_a_stop_while_the_next_agent_is_prepared_reaches_it(monkeypatch, tmp_pat
     monkeypatch.setattr(rejoin, "start_store", lambda store: next(prepared)())
     assert kept(monkeypatch, tmp_path, "-9 0")[0] == 0
     assert received == [[], [signal.SIGTERM]]
+
+
+# ---- a rank that the kernel does not let go
+
+
+def test_a_process_with_kill_pending_is_stuck(tmp_path):
+    """Its main thread has ended, and another one waits for a file server."""
+    for thread, pending in ((7, 0), (8, 0)):
+        (tmp_path / f"7/task/{thread}").mkdir(parents=True)
+        (tmp_path / f"7/task/{thread}/status").write_text(f"Name:\tpython\nSigPnd:\t{pending:016x}\nShdPnd:\t0\n")
+    assert not torch_agent.is_stuck(7, tmp_path)
+    (tmp_path / "7/task/8/status").write_text("Name:\tpython\nState:\tD (disk sleep)\nSigPnd:\t0000000000000100\n")
+    assert torch_agent.is_stuck(7, tmp_path)
+    assert not torch_agent.is_stuck(9, tmp_path), "it has ended"
+    assert not torch_agent.is_stuck(os.getpid())
+
+
+def test_a_rank_that_cannot_end_ends_its_agent(monkeypatch, tmp_path):
+    """A FUSE mount whose server is stopped keeps a killed rank; the agent would wait for it for ever."""
+    sleeper = [sys.executable, "-c", "import time; time.sleep(100)"]
+    monkeypatch.setattr(torch_agent, "rank_command", lambda recipe, options: sleeper)
+    monkeypatch.setattr(torch_agent, "is_stuck", lambda pid: True)
+    monkeypatch.setattr(torch_agent, "STUCK_S", 0.5)
+    started = time.monotonic()
+    with pytest.raises(UserError, match=r"^rank 0 \(pid \d+ on .*\) was killed, and cannot end: a file") as caught:
+        torch_agent.run(Node(1, 0, 1, "127.0.0.1", local.free_port(), 5), "ddp", [], str(tmp_path))
+    assert caught.value.status == HANG_STATUS
+    assert time.monotonic() - started < 30

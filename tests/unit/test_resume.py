@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -102,6 +103,26 @@ def test_after_a_passing_fault_the_run_goes_on_where_it_was(run, single, monkeyp
     lines = single("a", "--epochs", "2", "--resume", "auto")
     assert f"resumed from {run}/checkpoints/step-{EPOCH:09d}.pt at step {EPOCH}" in lines
     assert [line["step"] for line in metrics(run) if "loss" in line] == list(range(1, 2 * EPOCH + 1))
+
+
+def test_what_another_node_wrote_is_found_although_this_node_remembers_older_names(run, single, monkeypatch):
+    """NFS and sshfs remember a folder's names for up to a minute, until the node itself changes the folder."""
+    names, listdir, mkdir = {}, os.listdir, os.mkdir
+
+    def mkdir_and_forget(path, mode=0o777):
+        mkdir(path, mode)
+        names.pop(str(Path(path).parent), None)
+
+    for folder in (run.parent, run, run / "checkpoints"):
+        names[str(folder)] = listdir(folder)  # on this node
+    single("a", "--epochs", "2", "--resume", "auto", "--keep-checkpoints", "1")  # on another node
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", lambda path: names.get(str(path)) or listdir(path))
+        patch.setattr(os, "mkdir", mkdir_and_forget)
+        lines = single("a", "--epochs", "3", "--resume", "auto")
+    assert f"resumed from {run}/checkpoints/step-{2 * EPOCH:09d}.pt at step {2 * EPOCH}" in lines
+    assert [line["step"] for line in metrics(run) if "loss" in line] == list(range(1, 3 * EPOCH + 1))
+    assert not list(run.rglob(".refresh-*"))
 
 
 class NumpyTask(Classification):

@@ -298,6 +298,19 @@ def test_a_rank_that_does_not_see_the_files_condemns_nothing(folder, monkeypatch
     assert files(folder.folder) == before
 
 
+def test_a_rank_that_remembers_older_names_looks_again(folder, monkeypatch):
+    older, refreshed = [set(), set()], []
+
+    def names(place):
+        return older.pop() if older and not refreshed else names_in(place)
+
+    monkeypatch.setattr(shard_files, "refresh_names", refreshed.append)
+    monkeypatch.setattr(shard_files, "names_in", names)
+    path = folder.paths()[0]
+    assert shard_files._missing(path, torch.load(path, weights_only=True)["shards"]["files"]) == ""
+    assert refreshed == [folder.folder]
+
+
 def test_a_passing_fault_condemns_nothing(folder, monkeypatch):
     before, fault = files(folder.folder), OSError(errno.EIO, "Input/output error", str(shards(folder, 20)[0]))
     with monkeypatch.context() as patch:
@@ -415,6 +428,7 @@ def test_a_rank_that_writes_elsewhere_is_noticed(folder, spoil):
 
     (error, *_) = write(folder, 30, spoil=elsewhere)
     assert "cannot write" in str(error)
+    assert "is missing or of another size on rank 0; let all ranks share --runs-dir" in str(error)
     assert folder.paths()[0].name == "step-000000020.pt"
     write(folder, 40)
     assert shards(folder, 30) == []

@@ -594,6 +594,18 @@ def test_of_8192_ranks_most_ask_a_few_times_and_wait_for_those_who_collect(tmp_p
     assert 8192 * store.requests / now[0] < 10_000, "requests a second"
 
 
+@pytest.mark.parametrize("behind_s", [3600, -3600])
+def test_reports_are_recent_by_the_clock_of_their_file_server(tmp_path, behind_s):
+    (tmp_path / "hang").mkdir()
+    for rank, age_s in ((0, 0), (1, 1), (2, 600)):  # the last one is of an earlier launch
+        path, dated = tmp_path / "hang" / f"rank-{rank}.txt", time.time() - behind_s - age_s
+        path.write_text(f"report {rank}")
+        os.utime(path, (dated, dated))
+    own = report_of(3, tmp_path, None)
+    own.gather_s = 0.0
+    assert own.gather() == {0: "report 0", 1: "report 1"}
+
+
 def test_a_report_can_be_read_by_those_who_can_read_the_run(tmp_path):
     mask = os.umask(0o022)
     try:

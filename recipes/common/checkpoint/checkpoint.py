@@ -9,6 +9,7 @@ seeding.py.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
@@ -16,6 +17,7 @@ import re
 import shutil
 import struct
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -124,6 +126,15 @@ def names_in(folder: Path) -> set[str]:
         return set()
 
 
+def refresh_names(folder: Path) -> None:
+    """Let names_in() return what other nodes have just put into a folder, or removed.
+
+    NFS, sshfs and the like remember a folder's names for up to a minute, until this node itself changes it.
+    """
+    with contextlib.suppress(OSError):  # no folder, or nothing can be written: the reader of names says so
+        Path(tempfile.mkdtemp(prefix=".refresh-", dir=folder)).rmdir()
+
+
 class CheckpointFolder:
     """The checkpoints of one run: step-000000123.pt, ..., and best.pt. Only rank 0 writes.
 
@@ -153,7 +164,7 @@ class CheckpointFolder:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for leftover in self.folder.glob("*.tmp"):
-                leftover.unlink()
+                leftover.unlink(missing_ok=True)  # an older job, which check_owner() stops, may still write it
             with open(temporary, "wb") as file:
                 summed = _SummedFile(file)
                 torch.save(content, summed)  # type: ignore[arg-type]  # it calls write() and flush()
@@ -176,7 +187,7 @@ class CheckpointFolder:
         try:
             if temporary:
                 temporary.unlink(missing_ok=True)
-            newest = next(iter(self.paths()), None)
+            newest = next((found for found in self.paths() if found != path), None)  # it may have been renamed
             left = f"{newest} is intact" if newest else "there is no earlier one"
         except OSError:
             left = f"those in {self.folder} are as they were"
@@ -315,13 +326,17 @@ def reason_of(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
 
 
+NO_FLUSH_ERRORS = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What file systems answer that cannot flush folders, such as AFS, VirtualBox's and some of FUSE and SMB."""
+
+
 def sync_folder(folder: Path) -> None:
     """Flush a folder, so that a rename in it survives a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that cannot flush folders: AFS, VirtualBox's
+        if error.errno not in NO_FLUSH_ERRORS:
             raise
     finally:
         os.close(handle)

@@ -28,7 +28,13 @@ import torch
 from isal import isal_zlib
 from torch import Tensor
 
-from recipes.common.checkpoint.checkpoint import CheckpointFolder, names_in, reason_of, sync_folder
+from recipes.common.checkpoint.checkpoint import (
+    CheckpointFolder,
+    names_in,
+    reason_of,
+    refresh_names,
+    sync_folder,
+)
 from recipes.common.checkpoint.reading import BadCheckpointError, ShardCheck, check_shards
 from recipes.common.errors import UserError
 from recipes.common.nonfinite import raise_first
@@ -179,7 +185,11 @@ def share_checks(action: Callable[[ShardCheck], T], peers: Peers, timeout_s: flo
 
 
 def _missing(path: Path, files: list[dict[str, Any]]) -> str:
-    return min({entry["name"] for entry in files} - names_in(path.parent), default="")
+    lost = {entry["name"] for entry in files} - names_in(path.parent)
+    if lost:
+        refresh_names(path.parent)
+        lost -= names_in(path.parent)
+    return min(lost, default="")
 
 
 def _check_share(peers: Peers, path: Path, files: list[dict[str, Any]]) -> tuple[str, bool]:
@@ -285,8 +295,13 @@ class ShardedFolder:
         try:
             self.folder.check_owner()  # a newer job may have removed these files
             for entry in files:
-                if (self.folder.folder / entry["name"]).stat().st_size != entry["size"]:
-                    raise OSError(f"{entry['name']} has another size on rank 0; let all ranks share --runs-dir")
+                try:
+                    size = (self.folder.folder / entry["name"]).stat().st_size
+                except FileNotFoundError:
+                    size = None
+                if size != entry["size"]:
+                    what = f"{entry['name']} is missing or of another size on rank 0"
+                    raise OSError(f"{what}; let all ranks share --runs-dir")
             self.folder.write({**map_tree(content, is_reference, merge), "shards": {"files": files}}, is_best)
         except UserError as error:
             return error

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from recipes.common.checkpoint.checkpoint import CheckpointFolder, names_in
+from recipes.common.checkpoint.checkpoint import CheckpointFolder, names_in, refresh_names
 from recipes.common.checkpoint.reading import (
     BadCheckpointError,
     ShardCheck,
@@ -51,10 +51,15 @@ def _find_run(
     args: Options, recipe: str, check: ShardCheck | None
 ) -> tuple[Path | None, tuple[Path, Content] | None]:
     """Return the run of --resume auto, and its newest good checkpoint."""
+    refresh_names(args.runs_dir)
     folder = args.runs_dir / args.name if args.name else _newest_run(args.runs_dir, recipe)
-    names = names_in(folder) if folder else set()
-    if not folder or not names & {"config.json", "metrics.jsonl", "checkpoints"}:
+    if not folder:
         return None, None
+    refresh_names(folder)
+    names = names_in(folder)
+    if not names & {"config.json", "metrics.jsonl", "checkpoints"}:
+        return None, None
+    refresh_names(folder / "checkpoints")
     found = read_newest(CheckpointFolder(folder / "checkpoints"), True, check)
     remedy = "choose another --name, or begin again from step 0 with --overwrite and --resume none"
     if not found and "result.json" in names:
