@@ -518,6 +518,18 @@ def test_what_is_wrong_with_many_nodes_is_one_line():
     assert finding.what == "node 1, node 2, node 3, node 4 and 95 more did not connect to n0:29500 within 60 s"
 
 
+@pytest.mark.parametrize(("most_files", "is_enough"), [(4096, False), (9344, True), (-1, True)])
+def test_node_0_may_open_a_connection_for_each_rank(most_files, is_enough):
+    """Each rank of 512 nodes, and each agent, has two to the store; the soft limit is raised to what is needed."""
+    case = healthy(4, gpus=8)
+    case.nnodes = 512
+    for rank in range(4):
+        case.facts[rank]["limits"] = {"open_files": 1024, "most_files": most_files, "locked_bytes": -1}
+    found = [finding.what for finding in judge(case) if finding.rule == "limits"]
+    what = "node 0 (n0): a process may open 4096 files at most, and its store for 4096 ranks needs 9344"
+    assert found == ([] if is_enough else [what])
+
+
 def test_many_slow_links_are_a_few_lines():
     case = healthy(16)
     for a in range(16):
