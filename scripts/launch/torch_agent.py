@@ -31,6 +31,7 @@ from recipes.common.process.node import Failure, Node, check_head
 from recipes.common.process.open_files import STORE_CONNECTIONS, allow_connections
 from recipes.common.process.ranks import bind_address
 from recipes.common.process.rendezvous_errors import MissingNodeError, port_taken_error
+from recipes.common.watch.report import list_numbers
 from scripts.launch import script
 from scripts.launch.echo import listen
 from scripts.launch.processes import end_groups, wait_for
@@ -186,10 +187,10 @@ def meet_nodes(node: Node, job: str) -> Store:
         if are_all_there:
             return store
         if time.monotonic() > deadline:
-            missing = find_missing(names, ranks) or ["0"]  # all are there, and node 0 has not said so
+            missing = [*map(int, find_missing(names, ranks))] or [0]  # all are there, and node 0 has not said so
             hint = " (no other machine reaches 127.0.0.1)" if bind_address(node.master_addr) else ""
             raise MissingNodeError(
-                f"node {rank} waited {node.rdzv_timeout_s} s for node {', '.join(missing)} of {node.nnodes} at "
+                f"node {rank} waited {node.rdzv_timeout_s} s for node {list_numbers(missing)} of {node.nnodes} at "
                 f"{node.master_addr}:{node.master_port}; is it up, and is its NODE_RANK right?{hint}"
             )
         time.sleep(0.1)

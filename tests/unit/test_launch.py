@@ -508,6 +508,14 @@ class TestMeetNodes:
         torch_agent.meet_nodes(Node(1000, 5, 1, "127.0.0.1", local.free_port(), 1), "job")
         assert sum(asked) <= 3
 
+    def test_many_nodes_that_do_not_come_are_a_short_line(self, monkeypatch):
+        from scripts.launch import torch_agent
+
+        store = torch.distributed.HashStore()
+        monkeypatch.setattr(torch_agent, "TCPStore", lambda *_, **__: store)
+        with pytest.raises(MissingNodeError, match=r"^node 0 waited 1 s for node 1-511 of 512 at "):
+            torch_agent.meet_nodes(Node(512, 0, 1, "127.0.0.1", local.free_port(), 1), "job")
+
 
 def test_nodes_that_are_killed_at_the_bound_are_not_called_failed(monkeypatch, capfd):
     """This holds even if they are dead before the launcher looks at them again."""

@@ -558,6 +558,19 @@ def test_many_ranks_are_named_by_ranges():
     )
 
 
+def test_many_silent_ranks_are_one_short_line():
+    """A switch that fails takes every second node with it; the report has all of them."""
+    found = by_rank(*(note(rank, 9, "gradients") for rank in range(4096) if rank // 8 % 2))
+    silent = set(range(4096)) - set(found)
+    last = {rank: {**note(rank, 9, "gradients"), "host": f"n{rank // 8}"} for rank in silent}
+    text = summarize(found, last, 4096)
+    assert len(text) < 500
+    assert text.startswith(
+        "ranks 0-7, 16-23, 32-39, 48-55, 64-71, 80-87, 96-103, 112-119 and 1984 more "
+        "on n0, n10, n100, n102, n104, n106, n108, n110 and 248 more do not answer, last seen "
+    )
+
+
 def report_of(world_size, place, store):
     return Report(0, world_size, place, Notes(store, world_size), {}, recent_s=5.0)
 
