@@ -94,9 +94,7 @@ class Checks:
             "facts": self.answer_facts,
             "write": lambda: {"error": self.folder.write()},
             "see": lambda: {"seen": self.folder.see(order["writers"])},
-            "peers": lambda: network.look_at_peers(
-                [peer for peer in order["peers"] if peer["rank"] != self.this_node.node_rank], self.secret
-            ),
+            "peers": lambda: network.look_at_peers(order["peers"], self.this_node.node_rank, self.secret),
             "ranks": lambda: self.run_ranks(order),
         }
         return orders[order["do"]]()

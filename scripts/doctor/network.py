@@ -16,6 +16,9 @@ from scripts.launch.echo import try_port
 NAME_TIMEOUT_S = 5.0
 PARALLEL = 16
 
+MOST_NAMES = 32
+"""A node looks up the names of at most this many others: of 512, the name server would get 260,000 questions."""
+
 T = TypeVar("T")
 
 
@@ -29,11 +32,17 @@ def try_name(name: str) -> list[str] | str:
     return sorted({str(entry[4][0]).split("%")[0].removeprefix("::ffff:") for entry in found})
 
 
-def look_at_peers(peers: Sequence[dict[str, Any]], secret: str) -> dict[str, dict[str, Any]]:
-    """Check each peer {"rank", "names", "address", "port"} from this node; return the results by its rank."""
+def look_at_peers(peers: Sequence[dict[str, Any]], own_rank: int, secret: str) -> dict[str, dict[str, Any]]:
+    """Check each peer {"rank", "names", "address", "port"} from this node; return the results by its rank.
+
+    Each node begins with the one after it: otherwise all would connect with the first ones at once.
+    """
+    peers = sorted(peers, key=lambda peer: (peer["rank"] < own_rank, peer["rank"]))
+    peers = [peer for peer in peers if peer["rank"] != own_rank]
+    looked_up = {peer["rank"] for peer in peers[:MOST_NAMES]}
 
     def look(peer: dict[str, Any]) -> dict[str, Any]:
-        names = {name: try_name(name) for name in peer["names"]}
+        names = {name: try_name(name) for name in peer["names"] if peer["rank"] in looked_up}
         return {"names": names, "port": peer["port"], **try_port(peer["address"], peer["port"], secret)}
 
     with ThreadPoolExecutor(PARALLEL) as pool:

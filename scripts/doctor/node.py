@@ -166,9 +166,10 @@ def interface_matches(wanted: str, name: str) -> bool:
 
 
 def limits() -> Facts:
-    """Return this process's limits of open files and locked memory; -1 is unlimited."""
-    known = {"open_files": resource.RLIMIT_NOFILE, "locked_bytes": resource.RLIMIT_MEMLOCK}
-    return {name: resource.getrlimit(limit)[0] for name, limit in known.items()}
+    """Return this process's limits of open files, now and at most, and of locked memory; -1 is unlimited."""
+    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return {"open_files": files, "most_files": most_files, "locked_bytes": locked}
 
 
 def disks(runs_dir: Path) -> Facts:

@@ -23,6 +23,7 @@ from typing import Any
 from recipes.common.errors import UserError
 from recipes.common.process.node import Node
 from recipes.common.process.rendezvous_errors import MissingNodeError
+from recipes.common.watch.report import list_numbers
 from scripts.doctor.case import Case
 from scripts.doctor.network import call_within
 from scripts.launch.echo import CONNECT_TIMEOUT_S, mac
@@ -152,8 +153,8 @@ class Coordinator:
         listener.settimeout(0.2)
         while len(self.channels) < self.case.nnodes - 1 and (now := time.monotonic()) < deadline:
             if now > said_at + 10:
-                missing = [str(rank) for rank in range(1, self.case.nnodes) if rank not in self.channels]
-                say(f"waiting for node {', '.join(missing)}, {deadline - now:.0f} s more at most")
+                missing = [rank for rank in range(1, self.case.nnodes) if rank not in self.channels]
+                say(f"waiting for node {list_numbers(missing)}, {deadline - now:.0f} s more at most")
                 said_at = now
             with contextlib.suppress(TimeoutError):
                 connection, address = listener.accept()

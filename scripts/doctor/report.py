@@ -10,6 +10,9 @@ from typing import Any
 from scripts.doctor.case import Case, Finding
 from scripts.doctor.rules import links, tally
 
+MOST_ROWS = 64
+"""Most rows of the map of ranks that are printed: they are a line of some 150 bytes each."""
+
 
 def count(number: int, what: str) -> str:
     """Return "1 node" or "2 nodes", and "" for none."""
@@ -51,6 +54,8 @@ def lines(case: Case, findings: list[Finding], seconds: float) -> list[str]:
         text.append(f"... {len(measured)} links in all, the slowest {measured[slowest]:.2f} Gbit/s: {slowest}")
     text += networks(case)
     if probe := probe_map(case):
+        if len(probe["ranks"]) > MOST_ROWS:
+            probe = {**probe, "ranks": f"{len(probe['ranks'])} rows, which --json writes to its file"}
         text.append(f"probe {json.dumps(probe)}")
     text += [str(finding) for finding in findings]
     counts, on = tally(findings), f" on {count(case.nnodes, 'node')}"

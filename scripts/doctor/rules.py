@@ -13,6 +13,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+from recipes.common.process.open_files import OTHER_FILES, STORE_CONNECTIONS
 from scripts.doctor import floors
 from scripts.doctor.case import Case, Facts, Finding, Findings
 from scripts.doctor.node import ECC_FIELD, HOT_FIELDS
@@ -178,6 +179,12 @@ def limits(case: Case) -> Findings:
             what = f"a process may open {files} files only"
             fix = f"ulimit -n 65536 (limits.conf, LimitNOFILE= {where}); at least {OPEN_FILES}"
             yield case.error(rank, what, fix)
+        ranks = case.nnodes * int(case.fact(rank, "variables", {}).get("NPROC_PER_NODE") or 1)
+        needed = STORE_CONNECTIONS * (ranks + case.nnodes) + OTHER_FILES
+        if rank == 0 and 0 <= found.get("most_files", -1) < needed:  # the soft limit is raised where it matters
+            most = f"a process may open {found['most_files']} files at most"
+            what = f"{most}, and its store for {ranks} ranks needs {needed}"
+            yield case.error(rank, what, f"ulimit -Hn {needed} or more (limits.conf, LimitNOFILE= {where})")
         rdma = case.fact(rank, "rdma")
         if rdma and 0 <= locked < LOCKED_BYTES:
             what = f"a process may lock {locked // 1024} KiB of memory, too little for {rdma[0]}"

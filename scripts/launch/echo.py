@@ -7,6 +7,7 @@ it to the others; the doctor's nodes use RDZV_ID.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import os
 import socket
@@ -62,11 +63,16 @@ class Echo:
         threading.Thread(target=self.serve, daemon=True).start()
 
     def serve(self) -> None:
-        """Answer until the listener is closed."""
-        with contextlib.suppress(OSError):
-            while True:
+        """Answer until the listener is closed; while this process has too many files open, wait."""
+        while True:
+            try:
                 connection, _ = self.listener.accept()
-                threading.Thread(target=self.answer, args=(connection,), daemon=True).start()
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED):
+                    return
+                time.sleep(0.05)
+                continue
+            threading.Thread(target=self.answer, args=(connection,), daemon=True).start()
 
     def answer(self, connection: socket.socket) -> None:
         """Answer one connection, for a bounded time; the other side closes first, which frees the port at once."""

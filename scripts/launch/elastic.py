@@ -1,11 +1,11 @@
-"""Elastic jobs: torchrun's c10d rendezvous and agent, extended so that a lost node is noticed within 8 s.
+"""Elastic jobs: torchrun's c10d rendezvous and agent, extended so that a lost node is noticed.
 
     python -m scripts.launch.elastic 29500              # the job's store, in a process that outlives the nodes
     python -m scripts.launch.elastic 29500 127.0.0.1    # at one address instead of all
 
 torchrun restarts the ranks of all nodes when a rank fails or a node joins. Handler and Agent add what it lacks:
-- If a node goes silent or is cut off, the other nodes restart (pytorch#111646: torchrun waits for a rank to fail),
-  and the node ends its own ranks.
+- If a node goes silent or is cut off, the other nodes restart within 8 s (above 256 nodes, later; pytorch#111646:
+  torchrun waits for a rank to fail), and the node ends its own ranks.
 - Before a node joins, the ranks write a checkpoint within CHECKPOINT_TIMEOUT_S; ranks that have lost a peer end at
   once.
 - Once a script's ranks have finished on some nodes, the others run to their end, and no node joins. The job fails
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import sys
@@ -49,6 +50,7 @@ from recipes.common.errors import UserError
 from recipes.common.options import read_number
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.node import Failure, Node, wait_for_head
+from recipes.common.process.open_files import allow_connections
 from recipes.common.process.parent import end_with_launcher
 from recipes.common.process.rendezvous_errors import MissingNodeError, MissingStoreError
 from scripts.launch import rank_processes, script, torch_agent
@@ -73,7 +75,10 @@ from scripts.launch.rejoin import (
 from scripts.launch.torch_agent import failures_of, listening_fd, worker_spec
 
 BEAT_S = 1
-"""Interval between two heartbeats of a node."""
+"""Interval between two heartbeats of a node, and between two looks at the store."""
+
+NODES_BEATING = 256
+"""Above this many nodes, they beat less often: all write to one key, and each write has the beats of all."""
 
 SILENT_BEATS = 7
 """A node counts as lost after this many intervals without a heartbeat ..."""
@@ -93,11 +98,16 @@ NEWCOMER_WAIT_S, MIN_ROUND_S = 2.0, 10.0
 CHECKPOINT_TIMEOUT_S = 60.0
 """How long ranks may take to write a checkpoint before a node joins or leaves."""
 
-REFUSAL_WAIT_S = 10.0
-"""How long a refusal waits for those of other nodes. A lost node also causes status 2, but is noticed earlier."""
+REFUSAL_WAIT_S = 3.0
+"""How much longer than for a lost node, which also causes status 2, a refusal waits for those of other nodes."""
 
 EXIT_BARRIER_S = 60.0
 """How long a node whose ranks have finished waits for the others; with a script, as long as their ranks run."""
+
+
+def beat_interval_s(nnodes: int) -> int:
+    """Return the interval between two heartbeats of a node: that of all nodes' writes grows as their size does."""
+    return max(BEAT_S, round(BEAT_S * (nnodes / NODES_BEATING) ** 2))
 
 
 def names_of(nodes: Iterable[Any]) -> str:
@@ -116,6 +126,7 @@ def serve(port: int, address: str = "", ready_file: str = "") -> None:
     Raises:
         UserError: the port is taken, or this machine does not have the address.
     """
+    allow_connections(10**6)  # as many as it may: it does not know the number of nodes
     listener = listening_fd(address, port)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to all steps, this one included
     place = address or "localhost", port
@@ -162,6 +173,25 @@ class NodeDescGenerator(dynamic_rendezvous._NodeDescGenerator):
     def generate(self, local_addr: str | None = None) -> NodeDesc:
         """Return a new description."""
         return NodeDesc(**vars(super().generate(local_addr)), number=self.number)
+
+
+class Backend(C10dRendezvousBackend):
+    """torchrun's key in the store; a node waits before it repeats a write that came after another node's.
+
+    Hundreds of nodes that join at once would repeat their writes all the time, and nearly none would succeed.
+    """
+
+    failures = 0
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        """Write the state unless another node has written since the token; return the newest state."""
+        result = super().set_state(state, token)
+        self.failures = self.failures + 1 if result and not result[2] else 0
+        if self.failures < 2:  # the state of a first write is up to a second old, and often too old
+            return result
+        time.sleep(random.uniform(0, min(1.0, 0.01 * 2**self.failures)))
+        newest = self.get_state()
+        return (*newest, False) if newest else result
 
 
 class Timeouts(RendezvousTimeout):
@@ -317,7 +347,7 @@ class Handler(DynamicRendezvousHandler):
 
         All ranks share a refusal: it is one if those of all nodes end with status 2, or if no node is lost.
         """
-        key, deadline = f"refused/{self.round}", time.monotonic() + REFUSAL_WAIT_S
+        key, deadline = f"refused/{self.round}", time.monotonic() + self.silence_s() + REFUSAL_WAIT_S
         self.notes.add(key, 1)
         while time.monotonic() < deadline:
             if self.notes.add(key, 0) >= len(self.members):
@@ -327,6 +357,10 @@ class Handler(DynamicRendezvousHandler):
                 return False
             time.sleep(0.1)
         return True
+
+    def silence_s(self) -> int:
+        """Return after how long without a heartbeat a node counts as lost."""
+        return beat_interval_s(self.settings.max_nodes) * SILENT_BEATS
 
     def leave(self) -> None:
         """Leave the round, so that the others need not wait until this node counts as lost."""
@@ -378,12 +412,12 @@ def create_handler(endpoint: str, job: str, min_nodes: int, node: Node, address:
     handler = Handler.from_backend(
         job,
         store,
-        C10dRendezvousBackend(connect(endpoint), job),
+        Backend(connect(endpoint), job),
         min_nodes,
         node.nnodes,
         address,
         timeouts,
-        keep_alive_interval=BEAT_S,
+        keep_alive_interval=beat_interval_s(node.nnodes),
         keep_alive_max_attempt=SILENT_BEATS,
     )
     assert isinstance(handler, Handler)
@@ -466,7 +500,7 @@ class Agent(torch_agent.Agent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY and not self.handler.has_stopped:
             if self.handler.has_lost():
-                say(f"lost {names_of(self.handler.lost)}: silent for {BEAT_S * SILENT_BEATS} s")
+                say(f"lost {names_of(self.handler.lost)}: silent for {self.handler.silence_s()} s")
             elif not self.handler.left or self.handler.is_stopping():
                 result = self._ask_for_checkpoint(worker_group)
                 has_ended = result.state == WorkerState.SUCCEEDED

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 
 from recipes.common.errors import UserError
 from recipes.common.process.node import Node, check_head
+from recipes.common.process.open_files import allow_connections
 from recipes.common.process.ranks import bind_address
 from recipes.common.process.rendezvous_errors import port_taken_error
 from scripts.launch.agent import main
@@ -41,6 +42,7 @@ def rendezvous(node: Node) -> Iterator[None]:
         server = RendezvousHTTPServer((bind_address(node.master_addr), node.master_port), RendezvousHandler, 0)
     except OSError:
         raise port_taken_error(node.master_port) from None
+    server.socket.listen(4096)  # ranks that connect at once; Python's own 5 would let the others try again later
     server.init(get_host_assignments(parse_hosts(hosts), node.nnodes * node.nproc_per_node))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -91,6 +93,8 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
         raise UserError("Horovod is not installed; `make horovod` builds it for this torch")
     command = rank_command(recipe, options)
     first = node.node_rank * node.nproc_per_node
+    # Gloo: each rank connects with all others, in each of Horovod's groups. Ranks have the limit of this process.
+    allow_connections(4 * node.nnodes * node.nproc_per_node)
     environments = {first + i: environment(node, i) for i in range(node.nproc_per_node)}
     with rendezvous(node):
         return run_processes(command, environments, logs)

@@ -31,9 +31,11 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from recipes.common.errors import UserError
 from recipes.common.process.node import Failure, Node, check_head
+from recipes.common.process.open_files import STORE_CONNECTIONS, allow_connections
 from recipes.common.process.ranks import bind_address
 from recipes.common.process.rendezvous_errors import MissingNodeError, port_taken_error
 from recipes.common.watch.notes import Notes
+from recipes.common.watch.report import list_numbers
 from recipes.common.watch.timeouts import HANG_STATUS
 from scripts.launch import script
 from scripts.launch.echo import listen
@@ -218,13 +220,15 @@ def meet_nodes(node: Node, job: str) -> Store:
     that two nodes have the same rank: it would wait for the missing one until its timeout.
 
     Raises:
-        UserError: the port is taken, or two nodes have the same rank or differ in NNODES.
+        UserError: the port is taken, two nodes have the same rank or differ in NNODES, or node 0 cannot serve all.
         MissingNodeError: a node does not come within the bound.
     """
     is_head = node.node_rank == 0
     bound = timedelta(seconds=node.rdzv_timeout_s)
     options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
     if is_head:
+        users = node.nnodes * (1 + node.nproc_per_node)
+        allow_connections(STORE_CONNECTIONS * users, f"{node.nnodes * node.nproc_per_node} ranks")
         options["master_listen_fd"] = listening_fd(bind_address(node.master_addr), node.master_port)
     store = TCPStore(node.master_addr, node.master_port, is_master=is_head, timeout=bound, **options)
     names, own = PrefixStore(f"{job}/nodes", store), f"{socket.gethostname()} (pid {os.getpid()})"
@@ -248,10 +252,10 @@ def meet_nodes(node: Node, job: str) -> Store:
         if are_all_there:
             return store
         if time.monotonic() > deadline:
-            missing = find_missing(names, ranks) or ["0"]  # all are there, and node 0 has not said so
+            missing = [*map(int, find_missing(names, ranks))] or [0]  # all are there, and node 0 has not said so
             hint = " (no other machine reaches 127.0.0.1)" if bind_address(node.master_addr) else ""
             raise MissingNodeError(
-                f"node {rank} waited {node.rdzv_timeout_s} s for node {', '.join(missing)} of {node.nnodes} at "
+                f"node {rank} waited {node.rdzv_timeout_s} s for node {list_numbers(missing)} of {node.nnodes} at "
                 f"{node.master_addr}:{node.master_port}; is it up, and is its NODE_RANK right?{hint}"
             )
         time.sleep(0.1)

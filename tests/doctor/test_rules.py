@@ -23,7 +23,7 @@ import torch
 from recipes.common.errors import UserError
 from recipes.common.process.node import Node
 from recipes.common.process.ranks import Ranks
-from scripts.doctor import collectives, folder, kernel_log, node, rendezvous, report, torch_facts
+from scripts.doctor import collectives, folder, kernel_log, network, node, rendezvous, report, torch_facts
 from scripts.doctor.case import Case, Finding
 from scripts.doctor.collectives_job import read as read_rank
 from scripts.doctor.rules import RULES, judge, outliers, tally
@@ -518,6 +518,51 @@ def test_what_is_wrong_with_many_nodes_is_one_line():
     case = Case(100, case.master, case.wait_s, facts={0: case.facts[0]})
     [finding] = judge(case)
     assert finding.what == "node 1, node 2, node 3, node 4 and 95 more did not connect to n0:29500 within 60 s"
+
+
+@pytest.mark.parametrize(("most_files", "is_enough"), [(4096, False), (9344, True), (-1, True)])
+def test_node_0_may_open_a_connection_for_each_rank(most_files, is_enough):
+    """Each rank of 512 nodes, and each agent, has two to the store; the soft limit is raised to what is needed."""
+    case = healthy(4, gpus=8)
+    case.nnodes = 512
+    for rank in range(4):
+        case.facts[rank]["limits"] = {"open_files": 1024, "most_files": most_files, "locked_bytes": -1}
+    found = [finding.what for finding in judge(case) if finding.rule == "limits"]
+    what = "node 0 (n0): a process may open 4096 files at most, and its store for 4096 ranks needs 9344"
+    assert found == ([] if is_enough else [what])
+
+
+def test_the_map_of_many_ranks_is_a_short_line():
+    """Of 4,096 ranks it would be 600 kB."""
+    case = healthy(3)
+    rows = [{"rank": rank, "host": "n0"} for rank in range(4096)]
+    case.ranks[0]["ranks"][0]["map"] = {"world_size": 4096, "sum": 8390656, "ranks": rows}
+    lines = report.lines(case, [], 1.0)
+    short = '"ranks": "4096 rows, which --json writes to its file"'
+    assert f'probe {{"world_size": 4096, "sum": 8390656, {short}}}' in lines
+    assert max(map(len, lines)) < 500
+    assert len(report.probe_map(case)["ranks"]) == 4096
+
+
+def test_of_many_nodes_each_looks_up_a_few_names_and_begins_with_the_next_one(monkeypatch):
+    """The name server of 512 nodes would get 260,000 questions, and node 0 511 connections at once."""
+    asked, tried = [], []
+    monkeypatch.setattr(network, "try_name", lambda name: asked.append(name) or ["10.0.0.1"])
+    monkeypatch.setattr(network, "try_port", lambda address, port, secret: tried.append(port) or {"stage": "done"})
+    monkeypatch.setattr(network, "PARALLEL", 1)
+    peers = [{"rank": i, "names": [f"n{i}"], "address": "10.0.0.1", "port": i} for i in range(512)]
+    found = network.look_at_peers(peers, 500, "secret")
+    assert tried == [*range(501, 512), *range(500)]
+    assert asked == [f"n{i}" for i in [*range(501, 512), *range(21)]]
+    assert len(found) == 511
+    assert found["20"]["names"] == {"n20": ["10.0.0.1"]}
+    assert found["21"] == {"names": {}, "port": 21, "stage": "done"}
+    case = healthy(40)
+    for a in range(40):
+        for b in range(40):
+            if a != b and (b - a) % 40 > 32:
+                case.peers[a][str(b)]["names"] = {}
+    assert judge(case) == [], "a name that was not looked up is no fault"
 
 
 def test_many_slow_links_are_a_few_lines():

@@ -57,6 +57,14 @@ def test_the_rendezvous_answers_at_every_address_of_node_0(node):
                 assert answer.read() == b"ok"
 
 
+def test_thousands_of_ranks_may_connect_at_once(node, monkeypatch):
+    """Python's servers let five wait, and the others try again after a second and more."""
+    listen, waiting = socket.socket.listen, []
+    monkeypatch.setattr(socket.socket, "listen", lambda self, most: waiting.append(most) or listen(self, most))
+    with horovod_agent.rendezvous(node):
+        assert waiting[-1] == 4096
+
+
 def test_the_rendezvous_of_nodes_on_this_machine_is_out_of_others_reach(node):
     here = replace(node, master_addr="127.0.0.1")
     with horovod_agent.rendezvous(here):

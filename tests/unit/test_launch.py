@@ -19,7 +19,7 @@ import torch
 from recipes.common.errors import UserError, as_user_error
 from recipes.common.process.node import Failure, Node, check_head, how_ended, wait_for_head
 from recipes.common.process.rendezvous_errors import MissingNodeError, PortTakenError
-from scripts.launch import agent, local, processes, rank_processes, script
+from scripts.launch import agent, echo, local, processes, rank_processes, script
 from tests import support
 from tests.conftest import refused
 from tests.support import ROOT, run_command, wait_until, write_program
@@ -510,6 +510,26 @@ class TestMeetNodes:
         asked.clear()
         torch_agent.meet_nodes(Node(1000, 5, 1, "127.0.0.1", local.free_port(), 1), "job")
         assert sum(asked) <= 3
+
+    def test_many_nodes_that_do_not_come_are_a_short_line(self, monkeypatch):
+        from scripts.launch import torch_agent
+
+        store = torch.distributed.HashStore()
+        monkeypatch.setattr(torch_agent, "TCPStore", lambda *_, **__: store)
+        with pytest.raises(MissingNodeError, match=r"^node 0 waited 1 s for node 1-511 of 512 at "):
+            torch_agent.meet_nodes(Node(512, 0, 1, "127.0.0.1", local.free_port(), 1), "job")
+
+
+def test_an_echo_outlives_a_lack_of_files():
+    """511 nodes may connect at once; those of them that no file is left for are answered later."""
+    here, there = socket.socketpair()
+    answers = [OSError(errno.EMFILE, "Too many open files"), (there, ""), OSError(errno.EBADF, "it is closed")]
+    server = types.SimpleNamespace(listener=types.SimpleNamespace(accept=Mock(side_effect=answers)), answer=Mock())
+    echo.Echo.serve(server)
+    wait_until(lambda: server.answer.mock_calls, 10, "an answer")
+    server.answer.assert_called_once_with(there)
+    for end in (here, there):
+        end.close()
 
 
 def test_nodes_that_are_killed_at_the_bound_are_not_called_failed(monkeypatch, capfd):

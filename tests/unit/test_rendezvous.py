@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError, HashStore, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -123,6 +123,36 @@ def wait_for_change(*handlers):
     for handler in handlers:
         wait_until(lambda handler=handler: handler.num_nodes_waiting() == 1, 10, "a change")
     return time.monotonic() - begun
+
+
+@pytest.mark.parametrize(("nnodes", "beat_s", "silence_s"), [(2, 1, 7), (256, 1, 7), (384, 2, 14), (512, 4, 28)])
+def test_many_nodes_beat_less_often(nnodes, beat_s, silence_s):
+    """All write to one key, whose size grows as well: in a simulation, 512 beats each second nearly all fail."""
+    assert elastic.beat_interval_s(nnodes) == beat_s
+    handler = SimpleNamespace(settings=SimpleNamespace(max_nodes=nnodes))
+    assert elastic.Handler.silence_s(handler) == silence_s
+
+
+def test_a_node_whose_writes_come_too_late_waits_before_the_next(monkeypatch):
+    """Of hundreds that join at once, nearly all writes would fail, again and again."""
+    shared, longest = HashStore(), []
+    ours, theirs = (elastic.Backend(shared, "job") for _ in range(2))
+
+    def wait(_, most_s):
+        longest.append(most_s)
+        assert theirs.set_state(b"they write while we wait", theirs.get_state()[1])[2]
+        return 0.0
+
+    monkeypatch.setattr(elastic.random, "uniform", wait)
+    _, token, _ = ours.set_state(b"first")
+    for number in range(4):
+        assert theirs.set_state(b"%d" % number, theirs.get_state()[1])[2]
+        state, token, is_set = ours.set_state(b"ours", token)
+        assert not is_set
+        assert state == (b"they write while we wait" if number else b"0")
+    assert longest == [0.04, 0.08, 0.16]
+    assert ours.set_state(b"ours", token)[2], "it has the newest state"
+    assert ours.failures == 0
 
 
 def test_a_silent_node_is_noticed_and_the_others_go_on(nodes, capsys):
@@ -311,6 +341,9 @@ class FakeHandler:
 
     def has_lost(self):
         return False
+
+    def silence_s(self):
+        return 7
 
     def num_nodes_waiting(self):
         return 0

@@ -8,6 +8,7 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -246,8 +247,11 @@ def test_without_a_shard_file_it_is_passed_over(folder, capsys):
 
 
 def resume(folder, monkeypatch, lacking=None):
-    """Let rank 0 look for the newest checkpoint; return each rank's result, and the files that each checked."""
-    here, checked = threading.local(), []
+    """Let rank 0 look for the newest checkpoint; return each rank's result, and the files that each checked.
+
+    Only rank 0 lists the folder: of thousands of ranks, it has as many files.
+    """
+    here, checked, listed = threading.local(), [], []
     barrier, values = threading.Barrier(RANKS), [None] * RANKS
 
     def note(path, entries):
@@ -268,8 +272,11 @@ def resume(folder, monkeypatch, lacking=None):
 
     with monkeypatch.context() as patch, ThreadPoolExecutor(RANKS) as pool:
         patch.setattr(shard_files, "check_shards", note)
-        patch.setattr(shard_files, "names_in", lambda place: set() if here.rank == lacking else names_in(place))
-        return list(pool.map(work, range(RANKS))), sorted(checked)
+        patch.setattr(shard_files, "names_in", lambda place: listed.append(here.rank) or names_in(place))
+        patch.setattr(Path, "exists", lambda path: here.rank != lacking and os.path.lexists(path))
+        results = list(pool.map(work, range(RANKS)))
+    assert set(listed) == {0}
+    return results, sorted(checked)
 
 
 def test_ranks_share_the_check_and_pass_over_what_one_of_them_finds_damaged(folder, monkeypatch, capsys):
@@ -292,23 +299,22 @@ def test_a_rank_that_does_not_see_the_files_condemns_nothing(folder, monkeypatch
     shards(folder, 20)[0].write_bytes(b"")  # which rank 0 finds
     before = files(folder.folder)
     (error, *others), _ = resume(folder, monkeypatch, lacking=2)
-    assert str(error).startswith(f"no {shards(folder, 20)[0].name} in {folder.folder} on ")
+    assert str(error).startswith(f"no {shards(folder, 20)[2].name} in {folder.folder} on ")
     assert str(error).endswith("; let all ranks share it")
     assert others == [None] * (RANKS - 1)
     assert files(folder.folder) == before
 
 
 def test_a_rank_that_remembers_older_names_looks_again(folder, monkeypatch):
-    older, refreshed = [set(), set()], []
-
-    def names(place):
-        return older.pop() if older and not refreshed else names_in(place)
-
-    monkeypatch.setattr(shard_files, "refresh_names", refreshed.append)
-    monkeypatch.setattr(shard_files, "names_in", names)
     path = folder.paths()[0]
-    assert shard_files._missing(path, torch.load(path, weights_only=True)["shards"]["files"]) == ""
-    assert refreshed == [folder.folder]
+    entries = torch.load(path, weights_only=True)["shards"]["files"]
+    is_old, exists = [True], Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: not is_old and exists(path))
+    peers = SimpleNamespace(rank=1, world_size=RANKS)
+    text, is_unread = shard_files._check_share(peers, path, entries)
+    assert (text.split(" in ")[0], is_unread) == (f"no {entries[1]['name']}", True)
+    monkeypatch.setattr(shard_files, "refresh_names", lambda folder: is_old.clear())
+    assert shard_files._check_share(peers, path, entries) == ("", False)
 
 
 def test_a_passing_fault_condemns_nothing(folder, monkeypatch):

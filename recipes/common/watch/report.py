@@ -29,7 +29,7 @@ COLLECTORS = 3
 """In larger jobs, only this many do, the first to report: 1,000 ranks reading 1,000 reports overload the store."""
 
 MOST_NAMED = 8
-"""Up to this many ranks are named one by one."""
+"""Up to this many ranks, ranges of ranks, or hosts are named one by one."""
 
 
 def describe_rank(note: dict[str, Any], error: BaseException | None, watchers: Iterable[threading.Thread]) -> str:
@@ -180,7 +180,9 @@ def summarize(found: dict[int, dict[str, Any]], last: dict[int, dict[str, Any]],
     outside = sorted(rank for rank, note in found.items() if not note["is_inside"])
     waits = _waits([note for note in found.values() if note["is_inside"]])
     if silent:
-        hosts = ", ".join(sorted({str(last[rank]["host"]) for rank in silent if rank in last}))
+        known = sorted({str(last[rank]["host"]) for rank in silent if rank in last})
+        more = f" and {len(known) - MOST_NAMED} more" if len(known) > MOST_NAMED else ""
+        hosts = ", ".join(known[:MOST_NAMED]) + more
         verb = "does" if len(silent) == 1 else "do"
         place = last_place(last.get(silent[0]))
         return f"{name_ranks(silent)}{hosts and ' on '}{hosts} {verb} not answer, {place}; {waits}"
@@ -225,13 +227,23 @@ def _after(note: dict[str, Any]) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return "ranks 0, 1, 2", or, for more than MOST_NAMED ranks, ranges: "ranks 0-16, 18-1023"."""
-    if len(ranks) <= MOST_NAMED:
-        return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+    """Return "rank 3" or "ranks 0, 1, 2"; of more than MOST_NAMED ranks, as list_numbers() does."""
+    return f"rank{'s' if len(ranks) != 1 else ''} {list_numbers(ranks)}"
+
+
+def list_numbers(numbers: Sequence[int]) -> str:
+    """Return "0, 1, 2", or, for more than MOST_NAMED ascending numbers, ranges: "0-16, 18-1023".
+
+    Of more than MOST_NAMED ranges, the first ones, and how many numbers the others have.
+    """
+    if len(numbers) <= MOST_NAMED:
+        return ", ".join(map(str, numbers))
     runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
         else:
-            runs.append([rank, rank])
-    return "ranks " + ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+            runs.append([number, number])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:MOST_NAMED]]
+    left = sum(last - first + 1 for first, last in runs[MOST_NAMED:])
+    return ", ".join(texts) + (f" and {left} more" if left else "")

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from recipes.common.errors import UserError
 from recipes.common.nonfinite import NonFiniteError
 from recipes.common.options import Options
+from recipes.common.process.open_files import STORE_CONNECTIONS, allow_connections
 from recipes.common.process.ranks import Ranks, bind_address, read_ranks
 from recipes.common.process.signals import Stop
 from recipes.common.watch.timeouts import group_timeout, time_limit, wait_timeout
@@ -174,8 +175,9 @@ def connect(
 
     Raises:
         MissingNodeError: the processes do not find each other in time, or cannot connect.
-        UserError: the port is taken, or not all processes can use the same kind of device.
+        UserError: the port is taken, rank 0 may not serve all, or not all can use the same kind of device.
     """
+    allow_sockets(ranks)
     try:
         # World: rank 0 (or torchrun's agent) hosts a store there, through which processes then find each other.
         server = serve_on_loopback(ranks.rank)
@@ -223,6 +225,18 @@ def connect(
         from recipes.common.process.rendezvous_errors import connection_error
 
         raise connection_error(ranks.rank, str(error)) from None
+
+
+def allow_sockets(ranks: Ranks) -> None:
+    """Let this process open gloo's connections, and on the rank that hosts the store those of all ranks.
+
+    Raises UserError on that rank if it may not.
+    """
+    # World: up to MANY ranks, each connects with all others in each group: the default, `control`, and two more.
+    connections, is_server = 4 * min(ranks.world_size, MANY), False
+    if ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        connections, is_server = connections + STORE_CONNECTIONS * ranks.world_size, True
+    allow_connections(connections, f"{ranks.world_size} ranks" if is_server else "")
 
 
 def serve_on_loopback(rank: int) -> dist.Store | None:

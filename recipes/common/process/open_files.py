@@ -1,0 +1,33 @@
+"""How many files and connections this process may open.
+
+A shell, and so a Slurm job, often starts processes with a soft limit of 1,024, which the process may raise.
+"""
+
+from __future__ import annotations
+
+import resource
+
+from recipes.common.errors import UserError
+
+STORE_CONNECTIONS = 2
+"""Connections to the store at MASTER_ADDR of each rank, and of each node's agent."""
+
+OTHER_FILES = 128
+"""What a process opens besides: libraries, logs, pipes of workers."""
+
+
+def allow_connections(count: int, what: str = "") -> None:
+    """Let this process open so many connections: raise its soft limit, as far as it may.
+
+    Raises UserError if it may not open them, and serves a store to `what`: those that find no place would wait
+    until their time-out, and blame the network.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if what and allowed < needed:
+        fix = f"raise its hard limit to {needed} or more (ulimit -Hn), as docs/site.md says"
+        raise UserError(f"the store for {what} needs {needed} open files, and this process may open {hard}; {fix}")
