@@ -113,6 +113,17 @@ def clear_momentum(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
+def densify_gradients(args: Options, parameters: Iterable[nn.Parameter]) -> None:
+    """Make sparse gradients dense if there is momentum, which is dense in a checkpoint.
+
+    A sparse momentum would also grow with each step: SGD appends the rows of every gradient.
+    """
+    if args.momentum and args.takes_sparse_gradients:
+        for parameter in parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
+
+
 def optimizer_step(
     args: Options,
     parameters: Iterable[nn.Parameter],
@@ -126,6 +137,7 @@ def optimizer_step(
     the scale.
     """
     parameters = list(parameters)
+    densify_gradients(args, parameters)
     if scaler.is_enabled() and not optimizer.state:
         clear_momentum(optimizer)
     if args.clip_grad_norm:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from recipes.common.data import Data
@@ -157,6 +158,15 @@ def check_rows(model: nn.Module, args: FSDPOptions) -> None:
         raise UserError(f"{what}; return the module itself, or use RECIPE=ddp")
 
 
+def copy_views(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Return a block's output with copies of tensors that are views, such as a linear layer's of 3-D inputs.
+
+    FSDP gathers the block for its backward when the output's gradient arrives, which a view that is changed in
+    place would not see.
+    """
+    return tree_map_only(Tensor, lambda x: x.clone() if x.requires_grad and x._base is not None else x, output)
+
+
 def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
     """Shard the model in place, block by block; return it."""
     if args.cpu_offload and world.device.type == "cpu":
@@ -190,11 +200,13 @@ def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
         if args.compile:
             module.compile(mode=args.compile_mode)
         check_dtypes(module, args, names)
+        module.register_forward_hook(copy_views)
         # FSDP: a rank keeps 1/N of the rows of each parameter. An all-gather before a block's forward, and another
         # before its backward, each take (N-1)/N of the block's bytes per rank; a reduce-scatter after its backward
         # takes (N-1)/N of its gradients' bytes. The next block's weights arrive while this block computes.
         fully_shard(module, mp_policy=policy, **settings)
     check_dtypes(model, args, names)
+    model.register_forward_hook(copy_views)
     # FSDP: parameters in no block are gathered at the beginning of forward and kept until the end of backward.
     # HSDP: replicas average each shard's gradients: 2 (R-1)/R of 1/N of the model's bytes per rank.
     return fully_shard(model, mp_policy=policy, **settings)

@@ -23,7 +23,7 @@ from recipes.common.loop import Check, Content, Technique, begin_run, train_epoc
 from recipes.common.models.batchnorm import check_groups, check_parts, group_batch_norm
 from recipes.common.models.models import build_model
 from recipes.common.nonfinite import NonFiniteError
-from recipes.common.optim import autocast, build_optimizer, build_scaler
+from recipes.common.optim import autocast, build_optimizer, build_scaler, densify_gradients
 from recipes.common.options import is_user_code, parse
 from recipes.common.parallel.gather import gather_values
 from recipes.common.process.entry import run_main
@@ -88,6 +88,7 @@ def settle_buckets(pipeline: Pipeline, model: nn.Module, args: PipelineOptions, 
 
 def update(owners: dict[nn.Parameter, set[int]], world: Grid, job: Job, check: Check) -> None:
     """Step the optimizer of this stage's parameters if their gradients pass the check; call it on all ranks."""
+    densify_gradients(job.args, owners)
     for parameter in (p for p, stages in owners.items() if len(stages) > 1):  # such as GPT's tied matrix
         gradient = parameter.grad
         if gradient is None:

@@ -200,6 +200,39 @@ class View(nn.Module):
         return inputs.view(len(inputs), -1)
 
 
+def windows():
+    """Return data with 3 rows a sample, of which a linear layer returns a view."""
+    inputs = torch.randn(40, 3, 8, generator=torch.Generator().manual_seed(0))
+    split = inputs, torch.arange(40) % 10
+    return {"train": split, "test": split, "target": "class", "num_classes": 10}
+
+
+class InPlace(nn.Module):
+    """A model that changes a block's output in place, within its sequence and after it."""
+
+    def __init__(self, spec):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8))
+        self.second = nn.Sequential(nn.Linear(8, 10))
+
+    def forward(self, rows):
+        rows = self.first(rows)
+        rows += 1
+        return self.second(rows).transpose(1, 2).mean(2)
+
+
+@pytest.mark.parametrize("argv", ["", *slow("--accumulate-steps 2", "--activation-checkpointing")])
+def test_a_blocks_output_may_be_changed_in_place(tmp_path, argv):
+    """FSDP gathers a block for backward when the gradient of its output arrives, which a view would not see."""
+    own = [f"tests.parallel.test_fsdp:{name}" for name in ("windows", "InPlace")]
+    words = ("--data", own[0], "--model", own[1], "--max-steps", "4", "--global-batch-size", "8")
+    whole = train("single", tmp_path, 1, *words)
+    run = train("fsdp", tmp_path, 2, *words, *argv.split())
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+    assert largest_difference(weights(run), weights(whole)) < 1e-5
+    assert "Warning" not in (tmp_path / "output-fsdp-2" / "rank0.txt").read_text()
+
+
 def normed_model(spec):
     """Return a model with batch norm among its blocks."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))

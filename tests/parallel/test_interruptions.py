@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from scripts.launch.local import free_port
 from tests.conftest import slow
@@ -64,7 +65,7 @@ def assert_equal_bits(run, other):
         assert is_equal(ours[part], theirs[part]), part
     assert losses(run) == losses(other)  # which also checks that each step is there exactly once, in order
     assert accuracies(run) == accuracies(other)
-    clocks = {"samples_per_s": 0, "train_s": 0}
+    clocks = {"samples_per_s": 0, "tokens_per_s": 0, "train_s": 0}
     lines = [[{**line, **clocks} for line in metrics(path)] for path in (run, other)]
     assert lines[0] == lines[1]
 
@@ -191,6 +192,29 @@ def test_killed_while_it_writes_a_checkpoint(uninterrupted, tmp_path, call):
 )
 def test_resume_is_exact_with_options(uninterrupted, tmp_path, argv):
     assert_resumes_exactly(uninterrupted, tmp_path, "ddp", 2, 17, signal.SIGUSR1, None, "SIGUSR1", *argv)
+
+
+def sparse_model(data):
+    """Return a model whose embedding has sparse gradients."""
+    return nn.Sequential(nn.Embedding(data.num_classes, 8, sparse=True), nn.Linear(8, data.num_classes))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world_size", "own"),
+    [
+        ("ddp", 2, ()),
+        *slow(
+            ("single", 1, ()),
+            ("ddp", 2, ("--zero", "--clip-grad-norm", "0.5")),
+            ("horovod", 2, ("--compression", "none")),
+            ("pipeline", 2, ("--clip-grad-norm", "0.5")),
+        ),
+    ],
+)
+def test_resume_is_exact_with_sparse_gradients(uninterrupted, tmp_path, text, recipe, world_size, own):
+    argv = ("--data", "text", *text, "--model", "tests.parallel.test_interruptions:sparse_model")
+    argv += ("--seq-len", "8", "--optimizer", "sgd", "--lr", "0.02", "--weight-decay", "0", *own)
+    assert_resumes_exactly(uninterrupted, tmp_path, recipe, world_size, 5, signal.SIGUSR1, None, "SIGUSR1", *argv)
 
 
 @pytest.mark.parametrize(("first", "then"), [(2, 3), (3, 1)], ids=["2-to-3", "3-to-1"])

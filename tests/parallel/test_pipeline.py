@@ -71,6 +71,26 @@ def test_a_model_whose_layers_occur_again_equals_single(tmp_path):
     assert_equal(run, expected)
 
 
+class Halved(nn.Linear):
+    """A layer that changes its input in place."""
+
+    def forward(self, inputs):
+        inputs *= 0.5
+        return super().forward(inputs)
+
+
+def halving(data):
+    """Return a model with such layers, one of which begins a stage."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), Halved(32, 32), Halved(32, 32), nn.Linear(32, 10))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", *slow("interleaved")])
+def test_a_stage_may_change_its_input_in_place(tmp_path, schedule):
+    argv = ("--model", "tests.parallel.test_pipeline:halving", "--max-steps", "6", "--lr", "0.5")
+    expected = train("single", tmp_path, 1, *argv)
+    assert_equal(train("pipeline", tmp_path, 2, *argv, "--schedule", schedule), expected)
+
+
 def test_groups_of_batch_norm_have_no_warning_that_losses_depend_on_the_processes(tmp_path):
     for argv, is_warned in (((), True), (("--batchnorm-group", "4"), False)):
         name = f"warned-{is_warned}"
