@@ -452,6 +452,13 @@ def test_no_python_is_recent_enough(tmp_path, pythons, env, missing):
     assert find_python(tmp_path, pythons, **env) == (2, "", f"{error} ...\n")
 
 
+def test_a_python_that_does_not_start(tmp_path):
+    status, _, error = find_python(
+        tmp_path, {"python3.12": "echo no libpython >&2; exit 127"}, PYTHON="python3.12"
+    )
+    assert (status, error.split(";")[0]) == (2, "error: python3.12 does not start: no libpython")
+
+
 def test_make_list_runs_without_a_recent_python3(tmp_path):
     """On RHEL 8 and 9, python3 is 3.6 or 3.9."""
     write_program(tmp_path / "python3", "exit 1")
