@@ -528,7 +528,8 @@ def test_setup_shows_what_it_installs_and_keeps_its_log(checkout, want):
     assert sorted(path.name for path in (checkout / ".venv/.installed").iterdir()) == sorted(
         {"run.txt", f"{want}.txt"}
     )
-    again = run_command(str(checkout / "scripts/dev/setup.sh"), want)
+    write_program(checkout / "cmp", "echo not installed >&2; exit 127")
+    again = run_command(str(checkout / "scripts/dev/setup.sh"), want, PATH=f"{checkout}:{os.environ['PATH']}")
     assert (again.status, again.stderr) == (0, "")
     (checkout / f".venv/.installed/{want}.txt").unlink()
     more = run_command(str(checkout / "scripts/dev/setup.sh"), want).stderr
