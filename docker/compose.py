@@ -243,7 +243,10 @@ def run_nodes(docker: str, compose: list[str], environment: dict[str, str], node
     names = [f"node{node}" for node in range(nodes)]
     made = engine_output([*compose, "up", "--no-start", *names], environment)
     if made.returncode:
-        raise UserError(f"Compose could not make the containers: {' '.join(made.stderr.split())}")
+        said = made.stderr
+        if "Traceback (" in said:  # docker-compose finds no engine: that of Podman or of a context is elsewhere
+            said = f"{said.strip().splitlines()[-1]}; DOCKER_HOST=unix:///path names the engine's socket"
+        raise UserError(f"Compose could not make the containers: {' '.join(said.split())}")
     containers = [
         engine_output([*compose, "ps", "--all", "--quiet", name], environment).stdout.strip() for name in names
     ]

@@ -457,6 +457,13 @@ def test_compose_is_that_of_docker_or_the_older_program(tmp_path, monkeypatch):
         compose.find_compose(docker)
     with refused("Compose could not make the containers: no disk"):
         compose.run_nodes(docker, [docker, "compose"], {}, 2, compose.LocalJob())
+    older = docker_that(
+        tmp_path, "printf 'Traceback (most recent call last):\\n  File\\nNo such socket\\n' >&2; exit 1"
+    )
+    with refused(
+        "Compose could not make the containers: No such socket; DOCKER_HOST=unix:///path names the engine's"
+    ):
+        compose.run_nodes(docker, [older], {}, 2, compose.LocalJob())
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, monkeypatch, capsys):
