@@ -133,11 +133,12 @@ def check_image(docker: str, image: str, recipe: str) -> None:
     shown = engine_output([docker, "image", "inspect", "--format", form, image])
     if shown.returncode:
         raise UserError(f"there is no image {image}; make image RECIPE={recipe} builds it")
-    here = revision()
-    if here and shown.stdout.strip() != here:
+    here, inside = revision(), shown.stdout.strip()
+    if here and inside != here:
+        inside, here = (text[:12] + "-dirty" * text.endswith("-dirty") for text in (inside, here))
         print(
-            f"warning: {image} holds revision {shown.stdout.strip()[:12]}, this checkout is {here[:12]}"
-            f"{'-dirty' if here.endswith('-dirty') else ''}; make image RECIPE={recipe} builds it anew",
+            f"warning: {image} holds revision {inside}, this checkout is {here}; "
+            f"make image RECIPE={recipe} builds it anew",
             file=sys.stderr,
         )
 

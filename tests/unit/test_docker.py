@@ -445,6 +445,10 @@ def test_an_image_of_other_code_is_told(tmp_path, monkeypatch, capsys):
         compose.check_image(docker_that(tmp_path, f"echo {inside}"), "mine", "ddp")
         told = f"warning: mine holds revision {'b' * 12}, this checkout is {'a' * 12}-dirty; make image"
         assert capsys.readouterr().err.startswith(told) is is_told
+    monkeypatch.setattr(compose, "revision", lambda: "a" * 40)
+    compose.check_image(docker_that(tmp_path, f"echo {'a' * 40}-dirty"), "mine", "ddp")
+    told = f"warning: mine holds revision {'a' * 12}-dirty, this checkout is {'a' * 12}; make image"
+    assert capsys.readouterr().err.startswith(told)
 
 
 def test_compose_is_that_of_docker_or_the_older_program(tmp_path, monkeypatch):
