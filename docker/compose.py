@@ -133,11 +133,12 @@ def check_image(docker: str, image: str, recipe: str) -> None:
     shown = engine_output([docker, "image", "inspect", "--format", form, image])
     if shown.returncode:
         raise UserError(f"there is no image {image}; make image RECIPE={recipe} builds it")
-    here = revision()
-    if here and shown.stdout.strip() != here:
+    here, inside = revision(), shown.stdout.strip()
+    if here and inside != here:
+        inside, here = (text[:12] + "-dirty" * text.endswith("-dirty") for text in (inside, here))
         print(
-            f"warning: {image} holds revision {shown.stdout.strip()[:12]}, this checkout is {here[:12]}"
-            f"{'-dirty' if here.endswith('-dirty') else ''}; make image RECIPE={recipe} builds it anew",
+            f"warning: {image} holds revision {inside}, this checkout is {here}; "
+            f"make image RECIPE={recipe} builds it anew",
             file=sys.stderr,
         )
 
@@ -243,7 +244,10 @@ def run_nodes(docker: str, compose: list[str], environment: dict[str, str], node
     names = [f"node{node}" for node in range(nodes)]
     made = engine_output([*compose, "up", "--no-start", *names], environment)
     if made.returncode:
-        raise UserError(f"Compose could not make the containers: {' '.join(made.stderr.split())}")
+        said = made.stderr
+        if "Traceback (" in said:  # docker-compose finds no engine: that of Podman or of a context is elsewhere
+            said = f"{said.strip().splitlines()[-1]}; DOCKER_HOST=unix:///path names the engine's socket"
+        raise UserError(f"Compose could not make the containers: {' '.join(said.split())}")
     containers = [
         engine_output([*compose, "ps", "--all", "--quiet", name], environment).stdout.strip() for name in names
     ]

@@ -107,7 +107,8 @@ if [[ -n ${ATTEST:-} ]]; then
     echo "image: $name pushed with SBOM and provenance, revision $revision"
     exit
 fi
-DOCKER_BUILDKIT=1 "$docker" build "${arguments[@]}" || refuse "$failed"
+# BUILDAH_FORMAT: else podman ignores the Dockerfile's SHELL.
+DOCKER_BUILDKIT=1 BUILDAH_FORMAT=docker "$docker" build "${arguments[@]}" || refuse "$failed"
 if [[ ${BASE_IMAGE:-} != *@sha256:* ]]; then echo "image: its base is named by a tag, which can move (make image-lock)"; fi
 echo "image: no SBOM and no provenance was made (ATTEST=1)"
 echo "image: $name, $(($("$docker" image inspect --format '{{.Size}}' "$name") / 1000000)) MB, revision $revision"

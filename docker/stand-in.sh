@@ -31,5 +31,7 @@ cp -r /usr/local/share/ca-certificates/. "$work/root/usr/local/share/ca-certific
 chroot "$work/root" update-ca-certificates >/dev/null 2>&1
 rm -rf "$work"/root/var/cache/apt/archives/*.deb
 certificates=/etc/ssl/certs/ca-certificates.crt
-tar -C "$work/root" -c . | "$docker" import --change "ENV PIP_CERT=$certificates SSL_CERT_FILE=$certificates" - "$tag" >/dev/null
+# One variable each: podman takes all of a line for the first one's value.
+tar -C "$work/root" -c . |
+    "$docker" import --change "ENV PIP_CERT=$certificates" --change "ENV SSL_CERT_FILE=$certificates" - "$tag" >/dev/null
 echo "stand-in: $tag, $(("$("$docker" image inspect --format '{{.Size}}' "$tag")" / 1000000)) MB"

@@ -21,7 +21,9 @@ fi
 
 # .venv/.installed/ has a copy of each list that the environment holds. dev's and bench's hold everything that run's
 # does, in the same versions.
-is_ready() { runs && cmp -s ".venv/.installed/$want.txt" "requirements/$want.txt"; }
+is_ready() { runs && holds "$want"; }
+# Without cmp, which minimal systems lack.
+holds() { [[ -f .venv/.installed/$1.txt && $(<".venv/.installed/$1.txt") == "$(<"requirements/$1.txt")" ]]; }
 # Its Python may be gone, too old or new, or after an upgrade of the system not the one whose packages it has: then
 # .venv is made anew.
 runs() {
@@ -89,7 +91,7 @@ if ! runs || ! { .venv/bin/python -m pip --version || .venv/bin/python -m ensure
 fi
 free=$(df -Pk .venv 2>/dev/null | awk 'NR == 2 { print int($4 / 1e6) }') || free="?"
 size="PyTorch with CUDA: about 6 GB of the $free GB that are free, some minutes"
-if cmp -s .venv/.installed/run.txt requirements/run.txt; then size="only what is missing"; fi
+if holds run; then size="only what is missing"; fi
 say "installing requirements/$want.txt into .venv ($size); log: $log"
 rm -f ".venv/.installed/$want.txt"
 if ! .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off --require-hashes \

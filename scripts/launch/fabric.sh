@@ -146,7 +146,7 @@ set_fabric() {
     ib | roce | efa)
         found=$(find_fabric "$fabric")
         if [[ $found == tcp* ]]; then
-            echo "error: $(hostname): FABRIC=$fabric cannot be used: ${found#tcp }; $remedy" >&2
+            echo "error: $(uname -n): FABRIC=$fabric cannot be used: ${found#tcp }; $remedy" >&2
             return 2
         fi
         ;;
@@ -180,7 +180,7 @@ set_fabric() {
     cores=$((cores / ${TASK_PROCESSES:-${NPROC_PER_NODE:-1}}))
     fabric_set OMP_NUM_THREADS $((cores > 0 ? cores : 1))
     if ((${OMPI_COMM_WORLD_LOCAL_RANK:-${SLURM_LOCALID:-0}} > 0)); then return; fi # one line a node
-    echo "$(hostname): fabric $fabric ($reason), ${MASTER_ADDR:-127.0.0.1} by $interface:$fabric_said"
+    echo "$(uname -n): fabric $fabric ($reason), ${MASTER_ADDR:-127.0.0.1} by $interface:$fabric_said"
 }
 
 set_fabric || exit # 2 is a refusal, 1 a node 0 that did not come

@@ -16,6 +16,8 @@ sets the network's environment (scripts/launch/fabric.sh). Then it closes MPI an
   another (`--mca odls_base_sigkill_timeout 10` makes both waits 10 s), Open MPI 5 a TERM at once and a KILL after
   half a second. It ends with status 1 in any case.
 - A rank that is killed ends the job. If mpirun itself is killed, the ranks end too.
+- MPICH's mpirun passes TERM on, and the ranks write a checkpoint. MPI4PY_MPIABI=mpich selects MPICH if Open MPI is
+  installed, too. mpi4py loads libmpi.so.12, which Debian calls libmpich.so.12: link it into LD_LIBRARY_PATH.
 - Horovod uses MPI itself: `mpirun -np 4 python -m recipes.horovod.train`, without this module.
 """
 
@@ -53,9 +55,9 @@ SHELLS_OWN = ("PWD", "OLDPWD", "SHLVL", "_", "PYTHON")
 
 USAGE = "mpirun -np 4 python -m scripts.launch.mpirun [--nproc-per-node N] recipes.ddp.train [OPTIONS]"
 
-MPI_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
-MPI_SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")
-"""Variables that mpirun (Open MPI, MPICH and its derivatives) sets before MPI starts; the first one set counts."""
+MPI_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+MPI_SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
+"""What mpirun (Open MPI, MPICH and its derivatives) and srun set before MPI starts; the first one set counts."""
 
 
 def first_set(names: tuple[str, ...], default: int) -> int:
@@ -119,8 +121,8 @@ def start_mpi() -> MPI.Comm:
     if world.size == 1 and started > 1:
         vendor = f"{MPI.get_vendor()[0]} {'.'.join(map(str, MPI.get_vendor()[1]))}"
         refuse(
-            f"mpirun has started {started} processes, but mpi4py's MPI ({vendor}) sees only itself: "
-            "they are of different MPIs; use the mpirun of that one"
+            f"the launcher has started {started} processes, but mpi4py's MPI ({vendor}) sees only itself: "
+            "it is not the launcher's; use the mpirun of that MPI, or srun --mpi=pmix"
         )
     return world
 

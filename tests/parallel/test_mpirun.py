@@ -127,16 +127,20 @@ def mpi4py_with(error=None):
             "cannot load MPI library libmpi.so",
         ),
         (mpi4py_with(error=ImportError("libmpi.so.12: cannot open", name="mpi4py.MPI")), "mpi4py finds no MPI"),
-        (mpi4py_with(), "mpirun has started 2 processes, but mpi4py's MPI (Open MPI 4.1.4) sees only itself"),
+        (mpi4py_with(), "started 2 processes, but mpi4py's MPI (Open MPI 4.1.4) sees only itself"),
     ],
 )
-def test_what_is_missing_is_said_once(monkeypatch, capsys, module, reason):
+@pytest.mark.parametrize(
+    ("size_name", "rank_name"),
+    [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")],
+)
+def test_what_is_missing_is_said_once(monkeypatch, capsys, module, reason, size_name, rank_name):
     monkeypatch.setitem(sys.modules, "mpi4py", module)
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv(size_name, "2")
     waited = []
     monkeypatch.setattr(mpirun, "wait_for_rank_0", waited.append)
     for rank, lines in (("0", 1), ("1", 0)):
-        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", rank)
+        monkeypatch.setenv(rank_name, rank)
         with pytest.raises(SystemExit) as caught:
             mpirun.start_mpi()
         assert caught.value.code == 2

@@ -445,6 +445,10 @@ def test_an_image_of_other_code_is_told(tmp_path, monkeypatch, capsys):
         compose.check_image(docker_that(tmp_path, f"echo {inside}"), "mine", "ddp")
         told = f"warning: mine holds revision {'b' * 12}, this checkout is {'a' * 12}-dirty; make image"
         assert capsys.readouterr().err.startswith(told) is is_told
+    monkeypatch.setattr(compose, "revision", lambda: "a" * 40)
+    compose.check_image(docker_that(tmp_path, f"echo {'a' * 40}-dirty"), "mine", "ddp")
+    told = f"warning: mine holds revision {'a' * 12}-dirty, this checkout is {'a' * 12}; make image"
+    assert capsys.readouterr().err.startswith(told)
 
 
 def test_compose_is_that_of_docker_or_the_older_program(tmp_path, monkeypatch):
@@ -457,6 +461,13 @@ def test_compose_is_that_of_docker_or_the_older_program(tmp_path, monkeypatch):
         compose.find_compose(docker)
     with refused("Compose could not make the containers: no disk"):
         compose.run_nodes(docker, [docker, "compose"], {}, 2, compose.LocalJob())
+    older = docker_that(
+        tmp_path, "printf 'Traceback (most recent call last):\\n  File\\nNo such socket\\n' >&2; exit 1"
+    )
+    with refused(
+        "Compose could not make the containers: No such socket; DOCKER_HOST=unix:///path names the engine's"
+    ):
+        compose.run_nodes(docker, [older], {}, 2, compose.LocalJob())
 
 
 def test_an_engine_and_an_image_that_are_missing_are_one_line(tmp_path):

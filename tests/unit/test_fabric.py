@@ -53,6 +53,7 @@ def plug_in(sysfs, name, link_layer, driver="mlx5_core", state="4: ACTIVE"):
         (sysfs / folder).mkdir(parents=True, exist_ok=True)
     if not (sysfs / "bin/ldconfig").is_symlink():
         (sysfs / "bin/ldconfig").symlink_to("/bin/true")  # hides this machine's own libraries
+        (sysfs / "bin/hostname").symlink_to("/bin/false")  # minimal images have none
     (sysfs / "dev/infiniband" / f"uverbs_{name}").touch()
     for library in ("libibverbs.so.1", "libnccl-net.so"):
         (sysfs / "lib" / library).touch()

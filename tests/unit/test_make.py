@@ -452,6 +452,13 @@ def test_no_python_is_recent_enough(tmp_path, pythons, env, missing):
     assert find_python(tmp_path, pythons, **env) == (2, "", f"{error} ...\n")
 
 
+def test_a_python_that_does_not_start(tmp_path):
+    status, _, error = find_python(
+        tmp_path, {"python3.12": "echo no libpython >&2; exit 127"}, PYTHON="python3.12"
+    )
+    assert (status, error.split(";")[0]) == (2, "error: python3.12 does not start: no libpython")
+
+
 def test_make_list_runs_without_a_recent_python3(tmp_path):
     """On RHEL 8 and 9, python3 is 3.6 or 3.9."""
     write_program(tmp_path / "python3", "exit 1")
@@ -521,7 +528,8 @@ def test_setup_shows_what_it_installs_and_keeps_its_log(checkout, want):
     assert sorted(path.name for path in (checkout / ".venv/.installed").iterdir()) == sorted(
         {"run.txt", f"{want}.txt"}
     )
-    again = run_command(str(checkout / "scripts/dev/setup.sh"), want)
+    write_program(checkout / "cmp", "echo not installed >&2; exit 127")
+    again = run_command(str(checkout / "scripts/dev/setup.sh"), want, PATH=f"{checkout}:{os.environ['PATH']}")
     assert (again.status, again.stderr) == (0, "")
     (checkout / f".venv/.installed/{want}.txt").unlink()
     more = run_command(str(checkout / "scripts/dev/setup.sh"), want).stderr
