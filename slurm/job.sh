@@ -138,6 +138,7 @@ begin_job() {
     # Before Slurm 25.11, srun's %N is the host name, which may differ from NodeName: one file with both names.
     host_log=$logs/$(hostname -s).txt head_log=$logs/${SLURMD_NODENAME:-$(hostname -s)}.txt started=$logs/.started
     touch "$host_log" "$started" || refuse "cannot write $logs; choose another folder of runs"
+    leave_if_complete
     if [[ ! -e $head_log ]]; then ln -s "$(basename "$host_log")" "$head_log"; fi
     # shellcheck disable=SC2034 # sbatch files use rank
     if [[ -n ${SCRIPT:-} ]]; then
@@ -380,10 +381,24 @@ is_plain_name() {
     [[ $1 =~ $pattern ]]
 }
 
+# Exit if an earlier start of this job has completed: since 24.05, Slurm requeues a job at its end if an earlier start was
+# preempted and did not end within the grace time. The first start removes what another job of this number has left.
+leave_if_complete() {
+    complete=$logs/.complete-$job
+    if ((restarts == 0)); then rm -f "$complete"; fi
+    if [[ -e $complete ]]; then
+        echo "job $job, start $((restarts + 1)): an earlier start has completed; to run it again, submit another job"
+        exit 0
+    fi
+}
+
 # Exit with the job's status, or requeue an incomplete job.
 end_job() {
-    if [[ -z ${SCRIPT:-} && -n ${RDZV_ENDPOINT:-} && $run_dir/result.json -nt $started ]]; then exit 0; fi # even if a node was lost
-    if is_complete; then exit 0; fi
+    # An elastic recipe is complete even if a node was lost.
+    if [[ -z ${SCRIPT:-} && -n ${RDZV_ENDPOINT:-} && $run_dir/result.json -nt $started ]] || is_complete; then
+        touch "$complete"
+        exit 0
+    fi
     start_again
     local log
     for log in "$logs"/*.txt; do
@@ -447,6 +462,7 @@ begin_submitted() {
     MASTER_ADDR=$(address_of "${nodes%%$'\n'*}") MASTER_PORT=$(free_port)
     rm -f "$STATUS_FILE"
     touch "$started"
+    leave_if_complete
     trap : TERM # the ranks get it, too, and write a checkpoint
     fill_sockets
     show_share submit
@@ -458,7 +474,10 @@ end_submitted() {
     if [[ -e $STATUS_FILE ]]; then read -r status signal <"$STATUS_FILE"; fi
     if ((status == 2)); then greatest=2; fi
     if ((status == 0)); then status=$greatest; fi
-    if is_complete; then exit 0; fi
+    if is_complete; then
+        touch "$complete"
+        exit 0
+    fi
     echo "$((status == 0 ? 1 : status))" >"$STATUS_FILE.tmp" # for slurm/submit.py
     mv "$STATUS_FILE.tmp" "$STATUS_FILE"
     go_on="to resume: make submit ... NAME=$(basename "$run_dir") ARGS=\"... --resume auto\""

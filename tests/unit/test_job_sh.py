@@ -303,7 +303,7 @@ def test_each_start_of_a_submitted_job_has_a_port_and_ends_by_its_own_status(sub
     seen = set()
     for env in ({}, {"SLURM_RESTART_COUNT": "1"}, {"SLURM_JOB_ID": "8"}):
         (tmp_path / "logs/7_status").write_text("0\n")
-        done = submitted("", 0, 'env; [[ ! -e $STATUS_FILE ]] && echo "none is left"', **env)
+        done = submitted("", 2, 'env; [[ ! -e $STATUS_FILE ]] && echo "none is left"', **env)
         assert "none is left" in done.stdout
         assert "PORT_IS_CHOSEN=1" in done.stdout.splitlines()
         seen |= set(re.findall(r"MASTER_PORT=(\d+)", done.stdout))
@@ -398,6 +398,29 @@ def test_a_preempted_job_has_a_bound_too(script, tmp_path):
     assert "and it has started 11 times (MAX_REQUEUES=10)" in done.stderr
     calls = (tmp_path / "scontrol.txt").read_text().splitlines()
     assert "update JobId=7 Requeue=0" in calls, "else Slurm requeues it at its script's end"
+
+
+def test_a_job_that_has_completed_trains_no_more(job, tmp_path):
+    """Since 24.05, Slurm starts it once more if a preemption used up the grace time of an earlier start."""
+    ends = 'echo trains; sleep 0.02; touch "$run_dir/config.json" "$run_dir/result.json"; status=0; end_job'
+    done = job(then=ends)
+    assert (done.returncode, "trains" in done.stdout) == (0, True), done.stderr
+    again = job(then=ends, SLURM_RESTART_COUNT="1")
+    said = "job 7, start 2: an earlier start has completed; to run it again, submit another job\n"
+    assert (again.returncode, again.stdout) == (0, said), again.stderr
+    other = {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}  # of the same run
+    assert "trains" in job("--name", "ddp-job7", then="echo trains", **other).stdout
+    # Another cluster's job 7: it may resume the run, and none of its starts has completed.
+    for restarts in ("0", "1"):
+        done = job(then="echo trains; status=1 greatest=2; end_job", SLURM_RESTART_COUNT=restarts)
+        assert (done.returncode, "trains" in done.stdout) == (1, True), done.stdout
+
+
+def test_a_submitted_job_that_has_completed_trains_no_more(submitted):
+    ends = f'echo trains; {RECORD} "$run_dir/result.json"'
+    assert submitted("0", 0, ends).returncode == 0
+    again = submitted("0", 0, ends, SLURM_RESTART_COUNT="1")
+    assert (again.returncode, "trains" in again.stdout) == (0, False), again.stderr
 
 
 def test_the_head_nodes_log_has_slurms_name_and_the_hosts(job):
