@@ -309,6 +309,9 @@ exec_python() {
 # tasks, and `status` to that of the first task that failed, if it exited by itself: srun kills the others.
 run_step() {
     local tails=() before first errors=$logs/.srun
+    # Slurm may signal the steps alone, as at a preemption without send_user_signal: a script's launchers leave this file.
+    export STOPPED_FILE=$logs/.stopped
+    rm -f "$STOPPED_FILE"
     : >"$errors"
     tail -c "+$(($(stat -Lc %s "$head_log") + 1))" -f -s 0.2 "$head_log" &
     tails+=("$!")
@@ -496,7 +499,7 @@ is_complete() {
     fi
     if ((status != 0)); then return 1; fi
     if [[ -n ${SCRIPT:-} ]]; then
-        [[ -z $signal ]]
+        [[ -z $signal && ! -e ${STOPPED_FILE:-} ]]
     else
         [[ $run_dir/result.json -nt $started ]] || { keeps_no_record && [[ -z $signal ]]; }
     fi

@@ -227,6 +227,8 @@ def submitted(job, tmp_path):
 
 
 RECORD = 'touch "$run_dir/config.json"'
+SIGNALLED = """run_step bash -c 'touch "$STOPPED_FILE"'"""
+"""A step whose ranks got a signal, but not their batch script; its status is 0."""
 TOLD = "error: job 7: its ranks were told to stop before their end"
 
 
@@ -359,6 +361,9 @@ def test_a_script_gets_its_own_options_alone(script, tmp_path):
         ("signal=USR1 status=0", True, True, "job 7: it was stopped before its end"),
         ("signal=TERM status=143", True, True, "job 7: it was stopped before its end"),
         ("signal=TERM status=0", False, False, TOLD),
+        (SIGNALLED, False, False, TOLD),
+        (SIGNALLED, True, True, "job 7: it was stopped before its end"),
+        ("status=0", True, False, ""),  # it completed without a signal
     ],
 )
 def test_a_stopped_script_is_requeued_if_a_restart_would_go_on(script, tmp_path, then, preempted, requeues, said):
