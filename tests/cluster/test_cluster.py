@@ -25,6 +25,7 @@ def test_down_leaves_nothing(tmp_path_factory):
     up = cluster.script("up", "2")
     assert up.returncode == 0, up.stderr
     assert f"source {cluster.folder}/activate" in up.stdout
+    assert (cluster.folder / "gpu1").is_char_device()  # newer slurmd accepts nothing else without an error
     inside = [p for p in psutil.process_iter() if is_of(p, cluster)]
     assert {"munged", "slurmctld", "slurmd"} <= {process.name() for process in inside}
     # A running job, and a command that was started inside the cluster from outside.
