@@ -1061,6 +1061,7 @@ def test_a_container_can_write_where_the_record_goes(job, tmp_path, option):
         ({"SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=1", "SLURM_TRES_BIND": "gres/gpu:per_task:1"}, "4"),  # 24.11
         ({"SLURM_TRES_PER_TASK": "cpu=4"}, "- cpu=4"),
         ({"SLURM_GPUS_PER_NODE": "h100:4"}, "h100:4"),
+        ({"SLURM_GPUS_PER_NODE": "2"}, "4"),  # --gres=gpu:4 beside the file's --gpus-per-node=2
         ({}, "-"),
     ],
 )
