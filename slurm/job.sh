@@ -279,7 +279,12 @@ set_python() {
     if [[ $CONTAINER_IMAGE == /* && ! -e $CONTAINER_IMAGE ]]; then
         refuse "there is no CONTAINER_IMAGE $CONTAINER_IMAGE; make it on the login node: enroot import -o FILE.sqsh docker://..., or apptainer build FILE.sif docker://..."
     fi
-    local mounts="$root:$root${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}" tool folder runs=${SCRIPT:+$RUNS_DIR}
+    local mounts="$root:$root${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}" tool folder folders runs=${SCRIPT:+$RUNS_DIR}
+    IFS=, read -ra folders <<<"${CONTAINER_MOUNTS:-}"
+    for folder in "${folders[@]}"; do # else each node prints the container tool's own errors
+        folder=${folder%%:*}
+        if [[ $folder == /* && ! -e $folder ]]; then refuse "CONTAINER_MOUNTS: there is no $folder on $(hostname); correct it"; fi
+    done
     # A record that is written to a folder of the container alone is lost with it.
     runs=${runs:-$(realpath -ms "$(option --runs-dir runs "$@")")}
     for folder in ${SCRIPT:+"$(dirname "$SCRIPT")" "$WORKDIR"} "$runs"; do
@@ -538,13 +543,15 @@ lost_nodes() {
     if (($(wc -w <<<"$lost") < $(wc -w <<<"$nodes"))); then grep -Fxf - <(echo "$nodes") <<<"${lost:-/}" | paste -sd " "; fi
 }
 
-# Print a line for each fault of a GPU or memory, with its node; 100 nodes are asked at once, for 30 s.
+# Print a line for each fault of a GPU or memory, with its node; 100 nodes are asked at once, for 30 s, under pyxis for 300 s,
+# since it unpacks the image first.
 broken_nodes() {
-    local node asked=0
+    local node asked=0 limit_s=30
+    if [[ "${srun[*]}" == *--container-image* ]]; then limit_s=300; fi
     while read -r node; do
         if ((asked++ % 100 == 0)); then wait; fi
-        timeout 30 "${srun[@]}" --overlap --immediate=10 --output=all --nodes=1 --ntasks=1 --nodelist="$node" \
-            "${container[@]}" "$PYTHON" -m scripts.doctor.gpus --since-s "$((SECONDS + 60))" </dev/null 2>/dev/null |
+        timeout "$limit_s" "${srun[@]}" --overlap --immediate=10 --output=all --nodes=1 --ntasks=1 --nodelist="$node" \
+            "${container[@]}" "$PYTHON" -m scripts.doctor.gpus --since-s "$((SECONDS + limit_s + 30))" </dev/null 2>/dev/null |
             sed -n "s/^error: /$node: /p" &
     done <<<"$nodes"
     wait

@@ -634,6 +634,24 @@ def test_a_folder_of_runs_need_not_exist_to_be_mounted(script, tmp_path):
     assert f",{runs}:{runs} " in (tmp_path / "asked").read_text()
 
 
+def test_a_mount_that_does_not_exist_is_refused_in_one_line(job, tmp_path):
+    write_program(tmp_path / "apptainer", APPTAINER)
+    (tmp_path / "ddp.sif").touch()
+    image = {"CONTAINER_IMAGE": str(tmp_path / "ddp.sif")}
+    done = job(CONTAINER_MOUNTS=f"{tmp_path}:/data:ro,/nowhere/x:/x", **image)
+    assert done.returncode == 2
+    assert re.fullmatch(r"error: CONTAINER_MOUNTS: there is no /nowhere/x on \S+; correct it\n", done.stderr)
+
+
+def test_pyxis_has_time_to_unpack_the_image_for_the_check_of_gpus(job, tmp_path):
+    write_program(tmp_path / "timeout", f'#!/bin/sh\necho "$*" >>{tmp_path}/asked\n')
+    for begins, option in (("30 srun ", ""), ("300 srun ", "--container-image")):
+        write_program(tmp_path / "srun", f"#!/bin/sh\necho {option}")
+        done = job(then="broken_nodes", **({"CONTAINER_IMAGE": "ddp.sqsh"} if option else {}))
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "asked").read_text().splitlines()[-1].startswith(begins)
+
+
 RUNS_ON_ONE_NODE = """#!/bin/sh
 while [ "$1" != bash ]; do if [ $# = 0 ]; then exit; fi; shift; done
 exec "$@"
