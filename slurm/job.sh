@@ -37,8 +37,11 @@ unset SLURM_EXPORT_ENV SLURM_CPU_BIND SLURM_CPU_BIND_{LIST,TYPE,VERBOSE}
 # ... and how that distributes its tasks. Without one, SLURM_DISTRIBUTION is what the user gave to sbatch.
 if [[ -n ${SLURM_SRUN_COMM_PORT:-} ]]; then unset SLURM_DISTRIBUTION; fi
 # A step on one node cannot have the GPUs of all nodes (sbatch --gpus), and a task is to see all GPUs of its node, not only its
-# share (--gpus-per-task, in Slurm 24.11 as SLURM_TRES_PER_TASK). The job's own request applies to a step that makes none.
+# share (--gpus-per-task, in Slurm 24.11 as SLURM_TRES_PER_TASK). The job's own request applies to a step that makes none: of the
+# file's --gpus-per-node and a user's --gres=gpu:4, the job has got the latter.
+asked=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}
 if [[ -n ${SLURM_GPUS_ON_NODE:-} && (-n ${SLURM_GPUS_PER_TASK:-} || ${SLURM_TRES_PER_TASK:-} == *gres/gpu* ||
+    ${asked##*:} != "$SLURM_GPUS_ON_NODE" ||
     ${SLURM_GPUS:+${SLURM_GPUS##*:}} == "$((SLURM_GPUS_ON_NODE * SLURM_NNODES))") ]]; then
     export SLURM_GPUS_PER_NODE=$SLURM_GPUS_ON_NODE
     unset SLURM_GPUS SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK SLURM_TRES_BIND
@@ -138,6 +141,7 @@ begin_job() {
     # Before Slurm 25.11, srun's %N is the host name, which may differ from NodeName: one file with both names.
     host_log=$logs/$(hostname -s).txt head_log=$logs/${SLURMD_NODENAME:-$(hostname -s)}.txt started=$logs/.started
     touch "$host_log" "$started" || refuse "cannot write $logs; choose another folder of runs"
+    leave_if_complete
     if [[ ! -e $head_log ]]; then ln -s "$(basename "$host_log")" "$head_log"; fi
     # shellcheck disable=SC2034 # sbatch files use rank
     if [[ -n ${SCRIPT:-} ]]; then
@@ -275,7 +279,12 @@ set_python() {
     if [[ $CONTAINER_IMAGE == /* && ! -e $CONTAINER_IMAGE ]]; then
         refuse "there is no CONTAINER_IMAGE $CONTAINER_IMAGE; make it on the login node: enroot import -o FILE.sqsh docker://..., or apptainer build FILE.sif docker://..."
     fi
-    local mounts="$root:$root${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}" tool folder runs=${SCRIPT:+$RUNS_DIR}
+    local mounts="$root:$root${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}" tool folder folders runs=${SCRIPT:+$RUNS_DIR}
+    IFS=, read -ra folders <<<"${CONTAINER_MOUNTS:-}"
+    for folder in "${folders[@]}"; do # else each node prints the container tool's own errors
+        folder=${folder%%:*}
+        if [[ $folder == /* && ! -e $folder ]]; then refuse "CONTAINER_MOUNTS: there is no $folder on $(hostname); correct it"; fi
+    done
     # A record that is written to a folder of the container alone is lost with it.
     runs=${runs:-$(realpath -ms "$(option --runs-dir runs "$@")")}
     for folder in ${SCRIPT:+"$(dirname "$SCRIPT")" "$WORKDIR"} "$runs"; do
@@ -308,6 +317,9 @@ exec_python() {
 # tasks, and `status` to that of the first task that failed, if it exited by itself: srun kills the others.
 run_step() {
     local tails=() before first errors=$logs/.srun
+    # Slurm may signal the steps alone, as at a preemption without send_user_signal: a script's launchers leave this file.
+    export STOPPED_FILE=$logs/.stopped
+    rm -f "$STOPPED_FILE"
     : >"$errors"
     tail -c "+$(($(stat -Lc %s "$head_log") + 1))" -f -s 0.2 "$head_log" &
     tails+=("$!")
@@ -380,10 +392,24 @@ is_plain_name() {
     [[ $1 =~ $pattern ]]
 }
 
+# Exit if an earlier start of this job has completed: since 24.05, Slurm requeues a job at its end if an earlier start was
+# preempted and did not end within the grace time. The first start removes what another job of this number has left.
+leave_if_complete() {
+    complete=$logs/.complete-$job
+    if ((restarts == 0)); then rm -f "$complete"; fi
+    if [[ -e $complete ]]; then
+        echo "job $job, start $((restarts + 1)): an earlier start has completed; to run it again, submit another job"
+        exit 0
+    fi
+}
+
 # Exit with the job's status, or requeue an incomplete job.
 end_job() {
-    if [[ -z ${SCRIPT:-} && -n ${RDZV_ENDPOINT:-} && $run_dir/result.json -nt $started ]]; then exit 0; fi # even if a node was lost
-    if is_complete; then exit 0; fi
+    # An elastic recipe is complete even if a node was lost.
+    if [[ -z ${SCRIPT:-} && -n ${RDZV_ENDPOINT:-} && $run_dir/result.json -nt $started ]] || is_complete; then
+        touch "$complete"
+        exit 0
+    fi
     start_again
     local log
     for log in "$logs"/*.txt; do
@@ -447,6 +473,7 @@ begin_submitted() {
     MASTER_ADDR=$(address_of "${nodes%%$'\n'*}") MASTER_PORT=$(free_port)
     rm -f "$STATUS_FILE"
     touch "$started"
+    leave_if_complete
     trap : TERM # the ranks get it, too, and write a checkpoint
     fill_sockets
     show_share submit
@@ -458,7 +485,10 @@ end_submitted() {
     if [[ -e $STATUS_FILE ]]; then read -r status signal <"$STATUS_FILE"; fi
     if ((status == 2)); then greatest=2; fi
     if ((status == 0)); then status=$greatest; fi
-    if is_complete; then exit 0; fi
+    if is_complete; then
+        touch "$complete"
+        exit 0
+    fi
     echo "$((status == 0 ? 1 : status))" >"$STATUS_FILE.tmp" # for slurm/submit.py
     mv "$STATUS_FILE.tmp" "$STATUS_FILE"
     go_on="to resume: make submit ... NAME=$(basename "$run_dir") ARGS=\"... --resume auto\""
@@ -477,7 +507,7 @@ is_complete() {
     fi
     if ((status != 0)); then return 1; fi
     if [[ -n ${SCRIPT:-} ]]; then
-        [[ -z $signal ]]
+        [[ -z $signal && ! -e ${STOPPED_FILE:-} ]]
     else
         [[ $run_dir/result.json -nt $started ]] || { keeps_no_record && [[ -z $signal ]]; }
     fi
@@ -513,13 +543,15 @@ lost_nodes() {
     if (($(wc -w <<<"$lost") < $(wc -w <<<"$nodes"))); then grep -Fxf - <(echo "$nodes") <<<"${lost:-/}" | paste -sd " "; fi
 }
 
-# Print a line for each fault of a GPU or memory, with its node; 100 nodes are asked at once, for 30 s.
+# Print a line for each fault of a GPU or memory, with its node; 100 nodes are asked at once, for 30 s, under pyxis for 300 s,
+# since it unpacks the image first.
 broken_nodes() {
-    local node asked=0
+    local node asked=0 limit_s=30
+    if [[ "${srun[*]}" == *--container-image* ]]; then limit_s=300; fi
     while read -r node; do
         if ((asked++ % 100 == 0)); then wait; fi
-        timeout 30 "${srun[@]}" --overlap --immediate=10 --output=all --nodes=1 --ntasks=1 --nodelist="$node" \
-            "${container[@]}" "$PYTHON" -m scripts.doctor.gpus --since-s "$((SECONDS + 60))" </dev/null 2>/dev/null |
+        timeout "$limit_s" "${srun[@]}" --overlap --immediate=10 --output=all --nodes=1 --ntasks=1 --nodelist="$node" \
+            "${container[@]}" "$PYTHON" -m scripts.doctor.gpus --since-s "$((SECONDS + limit_s + 30))" </dev/null 2>/dev/null |
             sed -n "s/^error: /$node: /p" &
     done <<<"$nodes"
     wait

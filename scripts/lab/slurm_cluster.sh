@@ -134,7 +134,8 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=24:00:00 PriorityTier=1 GraceTi
 PartitionName=urgent Nodes=ALL MaxTime=24:00:00 PriorityTier=10 PreemptMode=OFF
 CONF
     for ((i = 0; i < ${GPUS:-2}; i++)); do
-        touch "$state/gpu$i" # Slurm expects a file for each GPU, and hands out their numbers
+        # Slurm expects a device for each GPU, and hands out their numbers; slurmd 24.11 calls a plain file an error.
+        mknod "$state/gpu$i" c 195 "$i" 2>/dev/null || touch "$state/gpu$i" # NVIDIA's; not every container may make one
         echo "Name=gpu File=$state/gpu$i" >>"$state/gres.conf"
     done
     # slurmd up to 23.02 cannot do without a cgroup plugin, and v1 is the one that tolerates that there is none.

@@ -67,6 +67,7 @@ def pass_signals_on(logs: str) -> None:
         if announce_stop and STOPPED_BY:
             continue  # launchers repeat it, and an elastic job's node is already leaving
         STOPPED_BY.add(received)
+        script.note_stop()
         if announce_stop:
             announce_stop()
         workers = psutil.Process().children()

@@ -184,6 +184,13 @@ def job_environment(name: str) -> dict[str, str]:
     }
 
 
+def note_stop() -> None:
+    """Leave STOPPED_FILE, if it is set: a batch script that got no signal itself then knows of this one."""
+    if stopped_file := os.environ.get("STOPPED_FILE"):
+        with contextlib.suppress(OSError):  # on a full disk, ranks are to get the signal all the same
+            Path(stopped_file).touch()
+
+
 def is_first_of_several_nodes() -> bool:
     """Whether this is a node's first rank in a job on several nodes of a cluster; FABRIC is set only there."""
     names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
@@ -218,7 +225,7 @@ def run_watched(argv: Sequence[str], pipe: tuple[int, int] | None, is_task: bool
     command = [sys.executable, "-m", "scripts.launch.script", *argv]  # the child finds NCCL's log set
     # Use a separate group: mpirun and some Slurm versions signal this whole group, and each signal is passed on.
     own = {**os.environ, LAUNCHER_PID: str(os.getpid())}
-    returned, received = run_with_signals(command, own, process_group=0)
+    returned, received = run_with_signals(command, own, process_group=0, on_stop=note_stop)
     if pipe and reader:
         os.close(pipe[1])
         reader.join(1.0)  # processes that the script left behind may keep it open

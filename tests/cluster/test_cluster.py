@@ -12,7 +12,7 @@ import pytest
 
 from tests.cluster.cluster import Cluster
 from tests.cluster.conftest import require_slurm
-from tests.support import ROOT, has_ended, wait_until
+from tests.support import ROOT, has_ended, run_command, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -24,6 +24,8 @@ def test_down_leaves_nothing(tmp_path_factory):
     up = cluster.script("up", "2")
     assert up.returncode == 0, up.stderr
     assert f"source {cluster.folder}/activate" in up.stdout
+    if run_command("mknod", str(cluster.folder / "own"), "c", "195", "1").status == 0:  # not every container allows it
+        assert (cluster.folder / "gpu1").is_char_device()  # newer slurmd accepts nothing else without an error
     inside = cluster.processes()
     assert {"munged", "slurmctld", "slurmd"} <= {process.name() for process in inside}
     # A running job, and a command that was started inside the cluster from outside.

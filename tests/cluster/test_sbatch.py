@@ -476,6 +476,15 @@ class TestYourOwn:
         assert job.field("Restarts") == "0"
         assert f"its time is up, and it has written nothing to {job.run} since its start" in job.text
 
+    @pytest.mark.parametrize("file", ["ddp.sbatch", "ddp-srun.sbatch", "ddp-elastic.sbatch"])
+    def test_one_that_was_stopped_by_a_signal_to_its_ranks_alone_is_not_complete(self, cluster, tmp_path, file):
+        """A preemption without send_user_signal is such a signal; then the job is requeued."""
+        job = self.submit(cluster, tmp_path, file, SAVES.replace("SIGUSR1", "SIGTERM"))
+        job.wait_for_text("trains")
+        cluster.run("scancel", "--signal=TERM", job.number)
+        assert job.wait() == "FAILED", job.text
+        assert "its ranks were asked to stop before their end; to resume: NAME=" in job.text
+
     def test_what_cannot_run_is_one_line_and_status_2(self, cluster, tmp_path):
         job = self.submit(cluster, tmp_path, "ddp.sbatch", "if then\n")
         assert job.wait() == "FAILED"

@@ -227,6 +227,8 @@ def submitted(job, tmp_path):
 
 
 RECORD = 'touch "$run_dir/config.json"'
+SIGNALLED = """run_step bash -c 'touch "$STOPPED_FILE"'"""
+"""A step whose ranks got a signal, but not their batch script; its status is 0."""
 TOLD = "error: job 7: its ranks were asked to stop before their end"
 
 
@@ -303,7 +305,7 @@ def test_each_start_of_a_submitted_job_has_a_port_and_ends_by_its_own_status(sub
     seen = set()
     for env in ({}, {"SLURM_RESTART_COUNT": "1"}, {"SLURM_JOB_ID": "8"}):
         (tmp_path / "logs/7_status").write_text("0\n")
-        done = submitted("", 0, 'env; [[ ! -e $STATUS_FILE ]] && echo "none is left"', **env)
+        done = submitted("", 2, 'env; [[ ! -e $STATUS_FILE ]] && echo "none is left"', **env)
         assert "none is left" in done.stdout
         assert "PORT_IS_CHOSEN=1" in done.stdout.splitlines()
         seen |= set(re.findall(r"MASTER_PORT=(\d+)", done.stdout))
@@ -359,6 +361,9 @@ def test_a_script_gets_its_own_options_alone(script, tmp_path):
         ("signal=USR1 status=0", True, True, "job 7: it was stopped before its end"),
         ("signal=TERM status=143", True, True, "job 7: it was stopped before its end"),
         ("signal=TERM status=0", False, False, TOLD),
+        (SIGNALLED, False, False, TOLD),
+        (SIGNALLED, True, True, "job 7: it was stopped before its end"),
+        ("status=0", True, False, ""),  # it completed without a signal
     ],
 )
 def test_a_stopped_script_is_requeued_if_a_restart_would_go_on(script, tmp_path, then, preempted, requeues, said):
@@ -398,6 +403,29 @@ def test_a_preempted_job_has_a_bound_too(script, tmp_path):
     assert "and it has started 11 times (MAX_REQUEUES=10)" in done.stderr
     calls = (tmp_path / "scontrol.txt").read_text().splitlines()
     assert "update JobId=7 Requeue=0" in calls, "else Slurm requeues it at its script's end"
+
+
+def test_a_job_that_has_completed_trains_no_more(job, tmp_path):
+    """Since 24.05, Slurm starts it once more if a preemption used up the grace time of an earlier start."""
+    ends = 'echo trains; sleep 0.02; touch "$run_dir/config.json" "$run_dir/result.json"; status=0; end_job'
+    done = job(then=ends)
+    assert (done.returncode, "trains" in done.stdout) == (0, True), done.stderr
+    again = job(then=ends, SLURM_RESTART_COUNT="1")
+    said = "job 7, start 2: an earlier start has completed; to run it again, submit another job\n"
+    assert (again.returncode, again.stdout) == (0, said), again.stderr
+    other = {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}  # of the same run
+    assert "trains" in job("--name", "ddp-job7", then="echo trains", **other).stdout
+    # Another cluster's job 7: it may resume the run, and none of its starts has completed.
+    for restarts in ("0", "1"):
+        done = job(then="echo trains; status=1 greatest=2; end_job", SLURM_RESTART_COUNT=restarts)
+        assert (done.returncode, "trains" in done.stdout) == (1, True), done.stdout
+
+
+def test_a_submitted_job_that_has_completed_trains_no_more(submitted):
+    ends = f'echo trains; {RECORD} "$run_dir/result.json"'
+    assert submitted("0", 0, ends).returncode == 0
+    again = submitted("0", 0, ends, SLURM_RESTART_COUNT="1")
+    assert (again.returncode, "trains" in again.stdout) == (0, False), again.stderr
 
 
 def test_the_head_nodes_log_has_slurms_name_and_the_hosts(job):
@@ -604,6 +632,24 @@ def test_a_folder_of_runs_need_not_exist_to_be_mounted(script, tmp_path):
     done = script("echo begun", CONTAINER_IMAGE=str(image), RUNS_DIR=str(runs))
     assert done.stdout.endswith("begun\n"), done.stderr
     assert f",{runs}:{runs} " in (tmp_path / "asked").read_text()
+
+
+def test_a_mount_that_does_not_exist_is_refused_in_one_line(job, tmp_path):
+    write_program(tmp_path / "apptainer", APPTAINER)
+    (tmp_path / "ddp.sif").touch()
+    image = {"CONTAINER_IMAGE": str(tmp_path / "ddp.sif")}
+    done = job(CONTAINER_MOUNTS=f"{tmp_path}:/data:ro,/nowhere/x:/x", **image)
+    assert done.returncode == 2
+    assert re.fullmatch(r"error: CONTAINER_MOUNTS: there is no /nowhere/x on \S+; correct it\n", done.stderr)
+
+
+def test_pyxis_has_time_to_unpack_the_image_for_the_check_of_gpus(job, tmp_path):
+    write_program(tmp_path / "timeout", f'#!/bin/sh\necho "$*" >>{tmp_path}/asked\n')
+    for begins, option in (("30 srun ", ""), ("300 srun ", "--container-image")):
+        write_program(tmp_path / "srun", f"#!/bin/sh\necho {option}")
+        done = job(then="broken_nodes", **({"CONTAINER_IMAGE": "ddp.sqsh"} if option else {}))
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "asked").read_text().splitlines()[-1].startswith(begins)
 
 
 RUNS_ON_ONE_NODE = """#!/bin/sh
@@ -1033,6 +1079,7 @@ def test_a_container_can_write_where_the_record_goes(job, tmp_path, option):
         ({"SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=1", "SLURM_TRES_BIND": "gres/gpu:per_task:1"}, "4"),  # 24.11
         ({"SLURM_TRES_PER_TASK": "cpu=4"}, "- cpu=4"),
         ({"SLURM_GPUS_PER_NODE": "h100:4"}, "h100:4"),
+        ({"SLURM_GPUS_PER_NODE": "2"}, "4"),  # --gres=gpu:4 beside the file's --gpus-per-node=2
         ({}, "-"),
     ],
 )
