@@ -158,6 +158,15 @@ def test_spawn_starts_one_process_a_node_which_is_told_the_nodes(tmp_path):
         assert not one.keys() & {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 
 
+@pytest.mark.parametrize(("recipe", "is_free"), [("spawn", True), ("ddp", False)])
+def test_only_spawn_leaves_the_port_to_a_script_that_listens_at_it(tmp_path, recipe, is_free):
+    """JAX's coordinator, for one: it ends with SIGSEGV if another process listens there."""
+    source = "import os, socket\nsocket.create_server(('', int(os.environ['MASTER_PORT'])))"
+    result = Job(tmp_path, source, recipe).wait()
+    assert ("Address already in use" in result.stderr) != is_free
+    assert (result.status == 0) == is_free
+
+
 def test_horovods_launcher_starts_it(tmp_path):
     need_horovod()
     found = shown(Job(tmp_path, SHOW, "horovod", 1, 2).wait())
