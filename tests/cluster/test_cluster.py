@@ -24,7 +24,9 @@ def test_down_leaves_nothing(tmp_path_factory):
     up = cluster.script("up", "2")
     assert up.returncode == 0, up.stderr
     assert f"source {cluster.folder}/activate" in up.stdout
-    if run_command("mknod", str(cluster.folder / "own"), "c", "195", "1").status == 0:  # not every container allows it
+    if (
+        run_command("mknod", str(cluster.folder / "own"), "c", "195", "1").status == 0
+    ):  # else a container forbids it
         assert (cluster.folder / "gpu1").is_char_device()  # newer slurmd accepts nothing else without an error
     inside = cluster.processes()
     assert {"munged", "slurmctld", "slurmd"} <= {process.name() for process in inside}

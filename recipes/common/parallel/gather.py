@@ -20,7 +20,7 @@ PIECE_BYTES = 64 * 2**20
 def gather_values(value: T | None, peers: Peers, group: dist.ProcessGroup) -> list[T] | None:
     """Return the values of the ranks of a gloo group, the first ones, on rank 0; call it on all ranks of the job.
 
-    The other ranks give None. Values may hold what a checkpoint may.
+    The other ranks give None. Values may hold what a checkpoint may; rank 0 gets tensors on the CPU.
     """
     own = torch.empty(0, dtype=torch.uint8)
     if value is not None:
@@ -41,4 +41,4 @@ def gather_values(value: T | None, peers: Peers, group: dist.ProcessGroup) -> li
                 dist.gather(part, [row[piece] for row in rows] if is_first else None, group=group, group_dst=0)
             peers.begin_vote(0)()  # ranks that send nothing wait for this piece, too
     texts = (io.BytesIO(rows.pop(0)[:size].numpy().tobytes()) for size in sizes)
-    return [torch.load(text, weights_only=True) for text in texts] if is_first else None
+    return [torch.load(text, map_location="cpu", weights_only=True) for text in texts] if is_first else None
