@@ -99,6 +99,7 @@ def test_batches_without_values_are_left_out(tmp_path):
         ("loss tensor(2.3026, grad_fn=<NllLossBackward0>)", {"loss": [2.3026]}),
         ("epoch 0: {'eval_accuracy': np.float64(0.75)}", {"eval_accuracy": [0.75]}),
         ('{"samples_per_s": 3, "losses": [1.5, 0.002]}', {"loss": [1.5, 0.002]}),
+        ('{"loss": 1.5, "val_accuracy": true, "test_loss": null, "train_loss": "n/a"}', {"loss": [1.5]}),
         ("[3/5] Loss_D: 0.5\tLoss_G: 1.25\tD(x): 0.4", {"loss_d": [0.5], "loss_g": [1.25]}),
         ("loss_classifier: 0.3 (0.4)  loss_box_reg: 0.1", {"loss_classifier": [0.3], "loss_box_reg": [0.1]}),
         ("saved model_loss_0.25.pt with loss_scale 65536", {}),
@@ -362,6 +363,7 @@ def test_what_is_not_finite_is_a_difference():
         # If rounding changes a series, the tolerance of other series, and of its earlier values, stays the same.
         ("loss 2.1234 acc 0.0", "loss 2.1234 acc 0.1", "loss 2.9 acc 0.0", ["one-rank-loss"]),
         ("loss 2.1234 loss 1.5", "loss 2.1234 loss 1.9", "loss 2.3 loss 1.5", ["one-rank-loss"]),
+        ("loss 2.5", "loss 2.5", "loss 5.0", ["one-rank-loss"]),  # a single value proves no factor
         ("loss 2.1234 loss 1.5", "loss 2.1234 loss 1.51", "loss 2.1234 loss 1.6", []),
         ("loss inf", "", "loss nan", ["unknown"]),
         ("loss 2.5 loss 2.4", "", "loss 2.5 loss nan", ["unknown"]),
