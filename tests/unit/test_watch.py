@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import errno
 import json
 import os
 import random
@@ -631,6 +632,28 @@ def test_reports_are_recent_by_the_clock_of_their_file_server(tmp_path, behind_s
     own = report_of(3, tmp_path, None)
     own.gather_s = 0.0
     assert own.gather() == {0: "report 0", 1: "report 1"}
+
+
+@pytest.mark.parametrize("call", ["mkdir", "stat", "replace"])
+def test_a_disk_that_hangs_does_not_keep_the_report_from_the_terminal(tmp_path, monkeypatch, capsys, call):
+    """A dead file server may be what the ranks wait for."""
+    released = threading.Event()
+
+    def hang(*_, **__):
+        released.wait(60)
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    monkeypatch.setattr(report, "DISK_S", 0.2)
+    monkeypatch.setattr(report.Path, call, hang)
+    started = time.monotonic()
+    try:
+        Report(0, 1, tmp_path, Notes(None, 1), {}, recent_s=5.0).make(json.dumps(note(0, 9, "gradients")), 0.0)
+    finally:
+        released.set()
+    assert time.monotonic() - started < 20
+    error = capsys.readouterr().err
+    assert error.startswith("error: all ranks answer, and all wait: ")
+    assert error.endswith(f"; cannot write {tmp_path}/hang-report.txt: the disk does not answer\n")
 
 
 def test_a_report_can_be_read_by_those_who_can_read_the_run(tmp_path):

@@ -12,15 +12,20 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from recipes.common.watch.notes import Notes
+
+T = TypeVar("T")
 
 GATHER_S = 2.0
 """How long ranks may take to report their positions once one notices a hang; a second more per 1,000 ranks."""
 
 COLLECT_S = 2.0
 """How long one of them may take to combine the reports; a second more per 1,000 ranks."""
+
+DISK_S = 5.0
+"""How long the disk may take for a call; then the report does without it: a dead file server may be what hangs."""
 
 MANY = 64
 """In jobs of up to this many ranks, all ranks collect the others' reports."""
@@ -70,6 +75,7 @@ class Report:
         self.rank, self.world_size, self.place = rank, world_size, place
         self.notes, self.last_notes, self.recent_s = notes, last_notes, recent_s
         self.path = place / "hang-report.txt"
+        self._lacks_disk = False
         # Of thousands of ranks, three read all reports, as the store and the disk answer the others' questions.
         self.gather_s, self.collect_s = GATHER_S + world_size / 1000, COLLECT_S + world_size / 1000
         self.poll_s = max(0.1, world_size / 5000)
@@ -81,9 +87,7 @@ class Report:
         """
         self.notes.put(f"report/{self.rank}", text)
         self.notes.put("hung", str(self.rank))  # makes the other ranks report and end, too
-        with contextlib.suppress(OSError):
-            (self.place / "hang").mkdir(parents=True, exist_ok=True)
-            _write(self.place / "hang" / f"rank-{self.rank}.txt", text)
+        self._on_disk(lambda: self._write_part(text), None)
         if not self.is_collector():
             self._wait(self.gather_s + self.collect_s, self._is_done)
             return
@@ -102,29 +106,57 @@ class Report:
             return True
         if number := self.notes.count("callers", otherwise=0):
             return number <= COLLECTORS
-        for i in range(COLLECTORS):  # without a store: the first ranks on this disk
-            try:
+        return self._on_disk(self._claim_collector, True)
+
+    def _claim_collector(self) -> bool:
+        """Return whether this rank is among the first COLLECTORS on this disk."""
+        for i in range(COLLECTORS):
+            with contextlib.suppress(FileExistsError):
                 (self.place / "hang" / f"collector-{i}").touch(exist_ok=False)
-            except FileExistsError:
-                continue
-            except OSError:
                 return True
-            return True
         return False
+
+    def _write_part(self, text: str) -> None:
+        """Write this rank's report to the folder."""
+        (self.place / "hang").mkdir(parents=True, exist_ok=True)
+        _write(self.place / "hang" / f"rank-{self.rank}.txt", text)
+
+    def _read_parts(self, ranks: Iterable[int], began_at: float) -> dict[int, str]:
+        """Return the recent reports of these ranks in the folder, by rank."""
+        parts = {}
+        for rank in ranks:
+            path = self.place / "hang" / f"rank-{rank}.txt"
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime > began_at - self.recent_s:
+                    parts[rank] = path.read_text()
+        return parts
+
+    def _on_disk(self, action: Callable[[], T], otherwise: T) -> T:
+        """Return action(), or `otherwise` if it raises OSError, or the disk does not answer, now or before."""
+        results: list[T] = []
+
+        def act() -> None:
+            with contextlib.suppress(OSError):
+                results.append(action())
+
+        if not self._lacks_disk:
+            thread = threading.Thread(target=act, daemon=True)
+            thread.start()
+            thread.join(DISK_S)
+            self._lacks_disk = thread.is_alive()
+        return results[0] if results else otherwise
 
     def gather(self) -> dict[int, str]:
         """Wait up to gather_s for the reports of all ranks; return those that arrived, by rank."""
         reports: dict[int, str] = {}
-        began_at = time.time()
-        with contextlib.suppress(OSError):  # by the clock that dates the others' reports, which may be a server's
-            began_at = (self.place / "hang" / f"rank-{self.rank}.txt").stat().st_mtime
+        nothing: dict[int, str] = {}
+        # By the clock that dates the others' reports, which may be a server's.
+        own = self.place / "hang" / f"rank-{self.rank}.txt"
+        began_at = self._on_disk(lambda: own.stat().st_mtime, time.time())
 
         def have_all() -> bool:
-            for rank in set(range(self.world_size)) - set(reports):
-                path = self.place / "hang" / f"rank-{rank}.txt"
-                with contextlib.suppress(OSError):
-                    if path.stat().st_mtime > began_at - self.recent_s:
-                        reports[rank] = path.read_text()
+            unread = set(range(self.world_size)) - set(reports)
+            reports.update(self._on_disk(lambda: self._read_parts(unread, began_at), nothing))
             if missing := sorted(set(range(self.world_size)) - set(reports)):
                 reports.update(self.notes.read("report", missing))
             return len(reports) == self.world_size
@@ -138,7 +170,7 @@ class Report:
             time.sleep(self.poll_s)
 
     def _is_done(self) -> bool:
-        return self.path.exists() or self.notes.has("done")
+        return self._on_disk(self.path.exists, False) or self.notes.has("done")
 
     def _collect(self, reports: dict[int, str]) -> None:
         """Write hang-report.txt and print one line that names the missing ranks."""
@@ -150,11 +182,9 @@ class Report:
         table = [where_it_stands(found[rank]) for rank in sorted(found)]
         table += [f"rank {rank} did not answer; {last_place(last.get(rank))}" for rank in silent]
         stacks = [f"==== rank {rank}\n{text}" for rank, text in sorted(reports.items())]
-        where = f"stacks of the others: {self.path}"
-        try:
-            _write(self.path, "\n".join([summary, "", *table, "", *stacks]))
-        except OSError as error:
-            where = f"cannot write {self.path}: {error.strerror}"
+        text = "\n".join([summary, "", *table, "", *stacks])
+        failure = self._on_disk(lambda: _try_to_write(self.path, text), "the disk does not answer")
+        where = f"cannot write {self.path}: {failure}" if failure else f"stacks of the others: {self.path}"
         print(f"error: {summary}; {where}", file=sys.stderr, flush=True)
 
 
@@ -163,6 +193,15 @@ def _write(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
     temporary.write_text(text)
     temporary.replace(path)
+
+
+def _try_to_write(path: Path, text: str) -> str:
+    """Write a file atomically; return the reason if that fails, or ""."""
+    try:
+        _write(path, text)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 # ---- sentences, made from the notes of the ranks: see Watch._note()
