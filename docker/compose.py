@@ -232,11 +232,12 @@ def main(argv: list[str]) -> int:
             json.dumps(compose_override(nodes, shares, spec)).replace("$", "$$")
         )  # Compose expands $NAME
         compose += ["--file", str(COMPOSE_FILE), "--file", str(more)]
-        with removed_at_end(compose, environment):
-            status = run_nodes(docker, compose, environment, nodes, job)
-    with contextlib.suppress(OSError):  # the folder of a refused run is empty
-        spec.run.rmdir()
-    return status
+        try:
+            with removed_at_end(compose, environment):
+                return run_nodes(docker, compose, environment, nodes, job)
+        finally:
+            with contextlib.suppress(OSError):  # the folder of a refused run is empty
+                spec.run.rmdir()
 
 
 def run_nodes(docker: str, compose: list[str], environment: dict[str, str], nodes: int, job: LocalJob) -> int:

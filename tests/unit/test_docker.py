@@ -487,6 +487,15 @@ def test_containers_that_are_not_removed_in_time_are_told(tmp_path, monkeypatch,
     assert capsys.readouterr().err == f"{said}left\n"
 
 
+def test_containers_that_cannot_be_made_leave_no_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(
+        "DOCKER", docker_that(tmp_path, '[[ "$*" != *" up "* ]] || { echo "no disk" >&2; exit 1; }')
+    )
+    assert compose.main(["ddp", "--nodes", "2", "--", f"--runs-dir={tmp_path}/runs"]) == 2
+    assert capsys.readouterr().err.endswith("error: Compose could not make the containers: no disk\n")
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("DOCKER", docker_that(tmp_path, "true"))
     (tmp_path / "file").touch()
