@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import shlex
@@ -11,6 +12,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import psutil
 
 from recipes.common.errors import UserError
 from recipes.common.process.parent import end_with_parent
@@ -116,5 +119,10 @@ def run_launcher(command: Sequence[str], env: Mapping[str, str], folder: Path, t
             return None
         finally:
             if process.poll() is None:
+                # horovodrun starts each rank in a session of its own, where it would live on for a minute.
+                ranks = psutil.Process(process.pid).children(recursive=True)
                 os.killpg(process.pid, signal.SIGKILL)
+                for rank in ranks:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        rank.kill()
                 process.wait()

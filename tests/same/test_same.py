@@ -5,6 +5,7 @@ import os
 import re
 import sys
 
+import psutil
 import pytest
 
 from scripts.same import script_job
@@ -13,7 +14,7 @@ from scripts.same.causes import NOTES
 from scripts.same.recorded_run import load
 from tests.conftest import require
 from tests.same.bugs import BUGS, NO_BUGS, PADDED, RESUME, RESUME_BUGS, RIGHT, SHARE, UNWRAPPED, plant
-from tests.support import ROOT
+from tests.support import ROOT, wait_until, write_program
 
 pytestmark = pytest.mark.slow
 CHECKPOINT = ("--checkpoint", "{run_dir}/c.pt")
@@ -244,3 +245,13 @@ def test_ranks_that_wait_for_each_other_are_ended(same, tmp_path):
     status, output = same(script, "--timeout-s", "15")
     assert named(output) & {"hung", "failed"}
     assert status == 1
+
+
+def test_a_launcher_that_hangs_leaves_no_rank_behind(tmp_path):
+    """A rank of horovodrun has a session of its own."""
+    lines = f"#!/bin/sh\nsetsid sleep 60 &\necho $! >{tmp_path}/rank\nwait\n"
+    launcher = write_program(tmp_path / "launcher", lines)
+    (tmp_path / "run").mkdir()
+    assert script_job.run_launcher([launcher], os.environ, tmp_path / "run", 2) is None
+    rank = int((tmp_path / "rank").read_text())
+    wait_until(lambda: not psutil.pid_exists(rank) or psutil.Process(rank).status() == "zombie", 10, "no rank")
