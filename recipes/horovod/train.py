@@ -41,6 +41,9 @@ except ModuleNotFoundError as error:
         raise
     hvd = None  # not built: main() says how to build it
 
+LAUNCHERS = {"WORLD_SIZE": "torchrun", "OMPI_COMM_WORLD_SIZE": "another Open MPI", "PMI_SIZE": "another MPI"}
+"""What may start processes that Horovod does not connect, by the variable in which it says how many."""
+
 T = TypeVar("T")
 
 
@@ -180,6 +183,13 @@ def train(args: HorovodOptions, world: World, stop: Stop) -> None:
     job.finish()
 
 
+def foreign_launcher() -> str:
+    """Return what has started several processes that Horovod does not connect, so that each is alone; else ""."""
+    if hvd.size() > 1 or "HOROVOD_SIZE" in os.environ:
+        return ""
+    return next((launcher for name, launcher in LAUNCHERS.items() if os.environ.get(name, "1") != "1"), "")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Train with the options in argv; call it on every rank."""
     if hvd is None:
@@ -192,12 +202,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     finally:
         # Horovod: connects all processes. Only then does each know whether it is rank 0, which prints UserErrors.
         hvd.init()
-        is_alone = hvd.size() == 1 and os.environ.get("WORLD_SIZE", "1") != "1"
-        if not is_alone:
+        launcher = foreign_launcher()
+        if not launcher:
             os.environ.update(RANK=str(hvd.rank()), LOCAL_RANK=str(hvd.local_rank()))
-    if is_alone:
-        fix = "start them with `make run RECIPE=horovod`, horovodrun or mpirun"
-        raise UserError(f"Horovod does not connect processes that torchrun starts; {fix}")
+    if launcher:
+        fix = "start them with `make run RECIPE=horovod`, horovodrun or the mpirun of the MPI it was built for"
+        raise UserError(f"Horovod does not connect processes that {launcher} starts; {fix}")
     stop = Stop()
     world = join_world(args)
     try:

@@ -54,13 +54,21 @@ def test_mpirun_starts_it(single, tmp_path):
     check_started(single, tmp_path, "mpirun", **MPI_ENV)
 
 
-def test_torchruns_processes_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("launcher", "command", "env"),
+    [
+        ("torchrun", (".venv/bin/torchrun", "--nproc-per-node=2"), {}),
+        # What MPICH's mpirun sets; Horovod is built for another MPI.
+        ("another MPI", (".venv/bin/python",), {"PMI_SIZE": "2", "PMI_RANK": "0"}),
+    ],
+)
+def test_processes_that_horovod_does_not_connect_are_refused(tmp_path, launcher, command, env):
     """Otherwise each would train alone on all of the data, and write the same record."""
-    torchrun = (".venv/bin/torchrun", "--nproc-per-node=2", "-m", "recipes.horovod.train")
-    result = run_command(*torchrun, *words_for(tmp_path, "horovod", *STEPS))
+    words = words_for(tmp_path, "horovod", *STEPS)
+    result = run_command(*command, "-m", "recipes.horovod.train", *words, **env)
     assert result.status != 0
-    fix = "start them with `make run RECIPE=horovod`, horovodrun or mpirun"
-    assert result.errors == [f"error: Horovod does not connect processes that torchrun starts; {fix}"]
+    fix = "start them with `make run RECIPE=horovod`, horovodrun or the mpirun of the MPI it was built for"
+    assert result.errors == [f"error: Horovod does not connect processes that {launcher} starts; {fix}"]
     assert not [*tmp_path.iterdir()]
 
 
