@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import shutil
 import signal
@@ -19,6 +18,7 @@ from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
 from scripts.launch.processes import end_groups, wait_for
 from scripts.launch.rejoin import HAS_RETURNED, report_unsaved_stop
+from scripts.launch.stuck import LOOK_EVERY_S, StuckRanks
 
 END_SIGNAL = signal.SIGUSR2
 """Ends the other processes of a node once one has failed: it kills at once, and shows who sent it."""
@@ -105,15 +105,26 @@ def have_ended_well() -> bool:
 def run_processes(command: list[str], environments: dict[int, dict[str, str]], logs: str) -> int:
     """Start one process per rank in its environment and wait for all; return the node's exit status.
 
-    Once one has failed, the others are ended after a grace period.
+    Once one has failed, the others are ended after a grace period. Raises StuckRankError as StuckRanks.look().
     """
     open(os.path.join(logs, "started"), "w").close()
     processes = {
         rank: subprocess.Popen(command, env=environment, start_new_session=True)
         for rank, environment in environments.items()
     }
+    stuck, ranks = StuckRanks(), {process.pid: rank for rank, process in processes.items()}
     running = list(processes.values())
-    wait_for(running, math.inf, until_failure=True)
+    try:
+        while not wait_for(running, LOOK_EVERY_S, until_failure=True):
+            stuck.look(ranks)
+    finally:
+        end_processes(running)
+    ended = {rank: Failure(p.returncode, p.pid) for rank, p in processes.items() if p.returncode is not None}
+    return node_status(ended)
+
+
+def end_processes(running: list[subprocess.Popen[bytes]]) -> None:
+    """End those of a node's processes that run on, and what they have left behind."""
     grace_s = STOP_GRACE_S if script.is_set() and STOPPED_BY else FAILURE_GRACE_S
     for number, wait_s in ((END_SIGNAL, grace_s), (signal.SIGKILL, END_SIGNAL_GRACE_S)):
         if not wait_for(running, wait_s):
@@ -122,7 +133,6 @@ def run_processes(command: list[str], environments: dict[int, dict[str, str]], l
                     os.killpg(process.pid, number)
     wait_for(running, END_SIGNAL_GRACE_S)
     end_groups([process.pid for process in running])
-    return node_status({rank: Failure(p.returncode, p.pid) for rank, p in processes.items()})
 
 
 def own_failures(failures: dict[int, Failure]) -> dict[int, Failure]:

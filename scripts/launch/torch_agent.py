@@ -5,7 +5,6 @@ scripts/launch/agent.py calls it, and scripts/launch/elastic.py extends it. Sour
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import shutil
@@ -14,11 +13,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,7 +33,6 @@ from recipes.common.process.ranks import bind_address
 from recipes.common.process.rendezvous_errors import MissingNodeError, port_taken_error
 from recipes.common.watch.notes import Notes
 from recipes.common.watch.report import list_numbers
-from recipes.common.watch.timeouts import HANG_STATUS
 from scripts.launch import script
 from scripts.launch.echo import listen
 from scripts.launch.processes import end_groups, wait_for
@@ -50,32 +46,13 @@ from scripts.launch.rank_processes import (
     rank_command,
 )
 from scripts.launch.recipe_options import read_option
+from scripts.launch.stuck import LOOK_EVERY_S, StuckRanks
 
 STORE_LINGER_S = 2.0
 """How long node 0 keeps the store after a refusal, so that the other nodes can read it."""
 
 NOTICE_S = 0.5
 """How long a node whose ranks have failed waits for others to say that theirs have left: they look every 0.1 s."""
-
-
-STUCK_S = 60.0
-"""How long a rank that was killed, or has ended, may take until all of its threads have ended."""
-
-
-class StuckRankError(UserError):
-    """A rank that was killed, or has ended, and that the kernel does not let go."""
-
-    status = HANG_STATUS
-
-
-def is_stuck(pid: int, proc: Path = Path("/proc")) -> bool:
-    """Return whether a thread of a process has KILL pending: it waits in the kernel, as for a dead file server."""
-    for path in (proc / str(pid) / "task").glob("*/status"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            fields = dict(line.split(":", 1) for line in path.read_text().splitlines())
-            if int(fields["SigPnd"], 16) & 1 << (signal.SIGKILL - 1):
-                return True
-    return False
 
 
 class Agent(LocalElasticAgent):
@@ -87,9 +64,8 @@ class Agent(LocalElasticAgent):
 
     notes = Notes(None, 1)
     """What nodes tell each other of ranks that have left."""
+    _stuck = StuckRanks()
     _looks_at = 0.0
-    _stuck_since: Mapping[int, float] = MappingProxyType({})
-    """By process id: since when a rank has been stuck."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids = super()._start_workers(worker_group)
@@ -101,20 +77,9 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.HEALTHY and time.monotonic() > self._looks_at:
-            self._look_for_stuck_ranks()
+            self._looks_at = time.monotonic() + LOOK_EVERY_S
+            self._stuck.look({worker.id: worker.global_rank for worker in self._worker_group.workers})
         return result
-
-    def _look_for_stuck_ranks(self) -> None:
-        """Raise StuckRankError if a rank of this node has been stuck for STUCK_S: nothing would ever reap it."""
-        now = time.monotonic()
-        self._looks_at = now + STUCK_S / 10
-        pids = {worker.id: worker.global_rank for worker in self._worker_group.workers}
-        self._stuck_since = {pid: self._stuck_since.get(pid, now) for pid in pids if is_stuck(pid)}
-        for pid, since in self._stuck_since.items():
-            if now - since > STUCK_S:
-                what = f"rank {pids[pid]} (pid {pid} on {socket.gethostname()}) was killed, and cannot end"
-                fix = "a file system does not answer (see dmesg, df); repair it, then add --resume auto"
-                raise StuckRankError(f"{what}: {fix}")
 
     def ranks_that_left(self) -> dict[int, Failure]:
         """Return the ranks that have ended with status 0."""

@@ -28,7 +28,7 @@ from recipes.common.errors import UserError
 from recipes.common.process.node import Failure, Node
 from recipes.common.process.rendezvous_errors import PortTakenError
 from recipes.common.watch.timeouts import HANG_STATUS
-from scripts.launch import elastic, local, rank_processes, rejoin, torch_agent
+from scripts.launch import elastic, local, rank_processes, rejoin, stuck, torch_agent
 from scripts.launch.command import NOT_ELASTIC
 from scripts.launch.echo import listen
 from scripts.launch.local import free_port
@@ -897,21 +897,31 @@ def test_a_process_with_kill_pending_is_stuck(tmp_path):
     for thread, pending in ((7, 0), (8, 0)):
         (tmp_path / f"7/task/{thread}").mkdir(parents=True)
         (tmp_path / f"7/task/{thread}/status").write_text(f"Name:\tpython\nSigPnd:\t{pending:016x}\nShdPnd:\t0\n")
-    assert not torch_agent.is_stuck(7, tmp_path)
+    assert not stuck.is_stuck(7, tmp_path)
     (tmp_path / "7/task/8/status").write_text("Name:\tpython\nState:\tD (disk sleep)\nSigPnd:\t0000000000000100\n")
-    assert torch_agent.is_stuck(7, tmp_path)
-    assert not torch_agent.is_stuck(9, tmp_path), "it has ended"
-    assert not torch_agent.is_stuck(os.getpid())
+    assert stuck.is_stuck(7, tmp_path)
+    assert not stuck.is_stuck(9, tmp_path), "it has ended"
+    assert not stuck.is_stuck(os.getpid())
 
 
-def test_a_rank_that_cannot_end_ends_its_agent(monkeypatch, tmp_path):
-    """A FUSE mount whose server is stopped keeps a killed rank; the agent would wait for it for ever."""
+@pytest.mark.parametrize("start", ["torchrun", "processes"])
+def test_a_rank_that_cannot_end_ends_its_launcher(monkeypatch, tmp_path, start):
+    """A FUSE mount whose server is stopped keeps a killed rank; the launcher would wait for it for ever."""
     sleeper = [sys.executable, "-c", "import time; time.sleep(100)"]
     monkeypatch.setattr(torch_agent, "rank_command", lambda recipe, options: sleeper)
-    monkeypatch.setattr(torch_agent, "is_stuck", lambda pid: True)
-    monkeypatch.setattr(torch_agent, "STUCK_S", 0.5)
+    monkeypatch.setattr(stuck, "is_stuck", lambda pid: True)
+    monkeypatch.setattr(stuck, "STUCK_S", 0.5)
+    for module in (torch_agent, rank_processes):
+        monkeypatch.setattr(module, "LOOK_EVERY_S", 0.1)
+    node = Node(1, 0, 1, "127.0.0.1", local.free_port(), 5)
+    begin = {
+        "torchrun": lambda: torch_agent.run(node, "ddp", [], str(tmp_path)),
+        "processes": lambda: rank_processes.run_processes(
+            sleeper, {0: dict(os.environ)}, str(tmp_path)
+        ),  # Horovod's
+    }
     started = time.monotonic()
     with pytest.raises(UserError, match=r"^rank 0 \(pid \d+ on .*\) was killed, and cannot end: a file") as caught:
-        torch_agent.run(Node(1, 0, 1, "127.0.0.1", local.free_port(), 5), "ddp", [], str(tmp_path))
+        begin[start]()
     assert caught.value.status == HANG_STATUS
     assert time.monotonic() - started < 30

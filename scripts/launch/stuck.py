@@ -1,0 +1,55 @@
+"""Find ranks that were killed, or have ended, and that the kernel does not let go."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from recipes.common.errors import UserError
+from recipes.common.watch.timeouts import HANG_STATUS
+
+STUCK_S = 60.0
+"""How long a rank that was killed, or has ended, may take until all of its threads have ended."""
+
+LOOK_EVERY_S = 6.0
+"""How often to look for such ranks."""
+
+
+class StuckRankError(UserError):
+    """A rank that was killed, or has ended, and that the kernel does not let go."""
+
+    status = HANG_STATUS
+
+
+def is_stuck(pid: int, proc: Path = Path("/proc")) -> bool:
+    """Return whether a thread of a process has KILL pending: it waits in the kernel, as for a dead file server."""
+    for path in (proc / str(pid) / "task").glob("*/status"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            fields = dict(line.split(":", 1) for line in path.read_text().splitlines())
+            if int(fields["SigPnd"], 16) & 1 << (signal.SIGKILL - 1):
+                return True
+    return False
+
+
+class StuckRanks:
+    """Since when ranks of this node have been stuck."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+
+    def look(self, ranks: Mapping[int, int]) -> None:
+        """Raise StuckRankError if a rank has been stuck for STUCK_S: its launcher would wait for it for ever.
+
+        `ranks`: the node's ranks by their process ids.
+        """
+        now = time.monotonic()
+        self._since = {pid: self._since.get(pid, now) for pid in ranks if is_stuck(pid)}
+        for pid, since in self._since.items():
+            if now - since > STUCK_S:
+                what = f"rank {ranks[pid]} (pid {pid} on {socket.gethostname()}) was killed, and cannot end"
+                fix = "a file system does not answer (see dmesg, df); repair it, then add --resume auto"
+                raise StuckRankError(f"{what}: {fix}")
