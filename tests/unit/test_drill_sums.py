@@ -218,7 +218,7 @@ class Network:
         ("kill-shard", None, "no checkpoint was caught while it was written"),
         ("clock", None, "no rank of node 1 has loaded drill-clock.so"),
         ("narrow", Network(0), "the job does not use the link of node 1"),
-        ("cut-10s", Network(0, 50_000), "the job went on without the link"),
+        ("cut-10s", Network(0, 50_000), "the job continued without the link"),
     ],
 )
 def test_a_job_that_was_not_hit_has_survived_nothing(tmp_path, monkeypatch, name, network, reason):
