@@ -52,7 +52,7 @@ def read_node(rdzv_timeout_s: int = 300) -> Node:
 
 @contextlib.contextmanager
 def quiet_import() -> Iterator[None]:
-    """Silence torch's C++ warnings while this process imports it; the recipe's own processes keep them.
+    """Silence torch's C++ warnings while this process imports it; those of a script are not this launcher's.
 
     If node 0, which serves the store, leaves the last barrier first, the other agents would print twenty lines
     about a lost connection at the end of a successful job.

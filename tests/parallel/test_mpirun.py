@@ -95,10 +95,13 @@ def test_usr1_writes_a_checkpoint(mpi, tmp_path):
     assert "stopped by SIGUSR1: wrote" in result.stdout
 
 
-def test_a_killed_rank_ends_the_job(mpi, tmp_path):
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_rank_ends_the_job(mpi, tmp_path, lost):
     job = start(tmp_path)
-    psutil.Process(job.process.pid).children()[1].kill()
-    assert job.wait(20, gone_within_s=20).status != 0
+    psutil.Process(job.process.pid).children()[lost].kill()
+    result = job.wait(20, gone_within_s=20)
+    assert result.status != 0
+    assert "frame #" not in result.stderr, "C++ frames of a lost store"
 
 
 def test_no_rank_outlives_mpirun(mpi, tmp_path):

@@ -69,7 +69,13 @@ def end_with_launcher() -> None:
 
 
 def exec_python(words: Sequence[str]) -> NoReturn:
-    """Replace this program by another one: Python's own options and `-m MODULE ARGUMENTS`, or `FILE ARGUMENTS`."""
+    """Replace this program by another one: Python's own options and `-m MODULE ARGUMENTS`, or `FILE ARGUMENTS`.
+
+    A recipe's torch prints only errors of its C++ code, unless TORCH_CPP_LOG_LEVEL is set.
+    """
+    if words[0] == "-m" and words[1].startswith("recipes."):
+        # Otherwise each rank that loses the store of rank 0 prints 20 lines of frames around the one that counts.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not _is_polling:
         os.execv(sys.executable, [sys.executable, *words])
     # The polling thread would not survive exec: run the program in this process, without Python's own options.
