@@ -100,6 +100,9 @@ begin_job() {
     signal="" signals=0 step="" step_pid="" stopper=()
     trap 'signals=$((signals + 1)); stop_step USR1' USR1
     trap 'signals=$((signals + 1)) signal=TERM' TERM
+    if ((${SLURM_HET_SIZE:-1} > 1)); then
+        refuse "a heterogeneous job (sbatch ... : ...) would use its first component alone; ask for nodes of one kind"
+    fi
     if [[ ! ${NPROC_PER_NODE:-1} =~ ^[1-9][0-9]*$ ]]; then
         refuse "NPROC_PER_NODE expects a whole number of at least 1, got '$NPROC_PER_NODE'"
     fi

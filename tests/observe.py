@@ -58,11 +58,8 @@ CHANGES: list[tuple[Any, str, Any]] = [
     (options, "ONLY_FOR", {**options.ONLY_FOR, "num_samples": ("digits", "synthetic")}),
     (models, "BUILT_IN_MODELS", {**models.BUILT_IN_MODELS, "norm": NormNet}),
     (models, "MIN_IMAGE_SIZE", {**models.MIN_IMAGE_SIZE, "norm": 2}),
-    (
-        watch,
-        "NOTE_INTERVAL_S",
-        10.0,
-    ),  # notes are sent by time: of slow steps, on a busy machine, each one has many
+    # Notes are sent by time: slow steps, as on a busy machine, have several each.
+    (watch, "NOTE_INTERVAL_S", 10.0),
 ]
 """Objects, names of their attributes, and the values that these have in the tests."""
 
