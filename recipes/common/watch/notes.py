@@ -26,6 +26,24 @@ class Store(Protocol):
     def multi_get(self, keys: list[str], /) -> list[bytes]: ...  # noqa: D102
 
 
+def run_bounded(action: Callable[[], T], otherwise: T, error: type[Exception], bound_s: float) -> tuple[T, bool]:
+    """Return action(), or `otherwise` if it raises this error or is late, and whether it is late.
+
+    A late action runs on, in its thread.
+    """
+    result = [otherwise]
+
+    def act() -> None:
+        with contextlib.suppress(error):
+            result[0] = action()
+
+    thread = threading.Thread(target=act, name="watch: bounded", daemon=True)
+    thread.start()
+    thread.join(bound_s)
+    is_late = thread.is_alive()  # first: what arrives after this counts as late
+    return result[0], is_late
+
+
 class Notes:
     """The notes of all ranks in their store. Without a store (None), nothing is kept and reads return defaults."""
 
@@ -34,20 +52,14 @@ class Notes:
 
     def ask(self, action: Callable[[Store], T], otherwise: T, bound_s: float = ANSWER_TIMEOUT_S) -> T:
         """Return action(store), or `otherwise` if there is no store, or it fails or does not answer in time."""
-        store, result = self.store, [otherwise]
+        store = self.store
         if store is None:
             return otherwise
-
-        def act() -> None:
-            with contextlib.suppress(RuntimeError):
-                result[0] = action(store)
-
-        thread = threading.Thread(target=act, name="watch: store", daemon=True)
-        thread.start()
-        thread.join(bound_s + self.world_size / 2000)  # some actions read a key of each rank
-        if thread.is_alive():
+        bound_s += self.world_size / 2000  # some actions read a key of each rank
+        result, is_late = run_bounded(lambda: action(store), otherwise, RuntimeError, bound_s)
+        if is_late:
             self.store = None  # asking again is pointless
-        return result[0]
+        return result
 
     def put(self, key: str, text: str) -> None:
         """Store a text under a key."""

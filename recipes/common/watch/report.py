@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from recipes.common.watch.notes import Notes
+from recipes.common.watch.notes import Notes, run_bounded
 
 T = TypeVar("T")
 
@@ -133,18 +133,10 @@ class Report:
 
     def _on_disk(self, action: Callable[[], T], otherwise: T) -> T:
         """Return action(), or `otherwise` if it raises OSError, or the disk does not answer, now or before."""
-        results: list[T] = []
-
-        def act() -> None:
-            with contextlib.suppress(OSError):
-                results.append(action())
-
-        if not self._lacks_disk:
-            thread = threading.Thread(target=act, daemon=True)
-            thread.start()
-            thread.join(DISK_S)
-            self._lacks_disk = thread.is_alive()
-        return results[0] if results else otherwise
+        if self._lacks_disk:
+            return otherwise
+        result, self._lacks_disk = run_bounded(action, otherwise, OSError, DISK_S)
+        return result
 
     def gather(self) -> dict[int, str]:
         """Wait up to gather_s for the reports of all ranks; return those that arrived, by rank."""
