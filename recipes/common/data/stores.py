@@ -112,6 +112,9 @@ class HttpStore(Store):
 
     def __init__(self, url: str, timeout_s: float) -> None:
         super().__init__(url, timeout_s)
+        place = urlsplit(url)
+        self.server, self.is_encrypted = place.netloc, place.scheme == "https"
+        self.folder = quote(place.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")
         self.connections: dict[int, http.client.HTTPConnection] = {}
         """One for each thread. A closed one connects again."""
 
@@ -123,15 +126,14 @@ class HttpStore(Store):
 
     def _get(self, name: str, start: int, end: int) -> tuple[memoryview, int]:
         """Return the bytes of a file from start to before end, and its size."""
-        place, thread, deadline = urlsplit(self.url), threading.get_ident(), time.monotonic() + self.attempt_s
+        thread, deadline = threading.get_ident(), time.monotonic() + self.attempt_s
         if thread not in self.connections:
-            kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
-            self.connections[thread] = kind(place.netloc, timeout=self.attempt_s)
+            kind = http.client.HTTPSConnection if self.is_encrypted else http.client.HTTPConnection
+            self.connections[thread] = kind(self.server, timeout=self.attempt_s)
         connection = self.connections[thread]
         try:
             headers = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
-            folder = quote(place.path.rstrip("/"), safe="/%:@!$&'()*+,;=~")
-            connection.request("GET", f"{folder}/{quote(name)}", headers=headers)
+            connection.request("GET", f"{self.folder}/{quote(name)}", headers=headers)
             response = connection.getresponse()
             size, content = check_answer(response, start, end), memoryview(bytearray(end - start))
             left = content

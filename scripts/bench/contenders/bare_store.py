@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import os
-import socket
 import threading
 from collections.abc import Callable
-from urllib.parse import urlsplit
 
 from recipes.common.data.cache import Cache
 from recipes.common.data.stores import HttpStore
-
-HEAD_BYTES = 4096
-"""More than the head of an answer has."""
 
 of_thread = threading.local()
 
@@ -21,20 +17,11 @@ class BareStore(HttpStore):
     """A folder on a web server that is trusted, on a network without faults."""
 
     def _read(self, name: str, start: int, end: int) -> memoryview:
-        place = urlsplit(self.url)
-        if not hasattr(of_thread, "socket"):
-            of_thread.socket = socket.create_connection((place.hostname, place.port), self.attempt_s)
-        path = f"{place.path}/{name}"
-        request = f"GET {path} HTTP/1.1\r\nHost: {place.netloc}\r\nRange: bytes={start}-{end - 1}\r\n\r\n"
-        of_thread.socket.sendall(request.encode())
-        answer, count, head = bytearray(HEAD_BYTES + end - start), 0, -1
-        while head < 0 or count < head + end - start:
-            received = of_thread.socket.recv_into(memoryview(answer)[count:])
-            assert received, "the server has closed the connection"
-            count += received
-            if head < 0 and (found := answer.find(b"\r\n\r\n", 0, min(count, HEAD_BYTES))) >= 0:
-                head = found + 4
-        return memoryview(answer)[head:count]
+        if not hasattr(of_thread, "connection"):
+            of_thread.connection = http.client.HTTPConnection(self.server)
+        headers = {"Range": f"bytes={start}-{end - 1}"}
+        of_thread.connection.request("GET", f"{self.folder}/{name}", headers=headers)
+        return memoryview(of_thread.connection.getresponse().read())
 
 
 class BareCache(Cache):
