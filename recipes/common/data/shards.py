@@ -54,6 +54,8 @@ STORAGE_SEED = 2**63 - 1
 MAX_GAP = 2048
 """Fewer bytes than this are between two neighbours: padding, the first one's class, the second one's header."""
 
+Content = bytes | memoryview
+
 MAX_INDEX_BYTES, MAX_IMAGE_BYTES = 2**33, 2**28
 """A server may send no more for the index (28 bytes per image, so 300 million) and for an image."""
 
@@ -85,7 +87,7 @@ class ShardedImages(Images):
     def _shard(self, index: int) -> str:
         return self.shards[self._value("shard", index)]
 
-    def is_packed(self, index: int, content: bytes | memoryview) -> bool:
+    def is_packed(self, index: int, content: Content) -> bool:
         """Return whether `content` is the image as it was packed."""
         return len(content) == self._value("size", index) and isal_zlib.crc32(content) == self._value("crc", index)
 
@@ -125,7 +127,7 @@ class RemoteImages(ShardedImages):
     def __init__(self, store: Store, cache: Cache | None, *others: Any) -> None:
         super().__init__(store.url, *others)
         self.store, self.cache = store, cache
-        self.pending: dict[int, tuple[Future[memoryview], int]] = {}
+        self.pending: dict[int, tuple[Future[Content], int]] = {}
         """For each image, the read that contains it and the image's offset in that read's result."""
 
     def __getitems__(self, keys: Keys) -> list[Sample]:
@@ -143,9 +145,9 @@ class RemoteImages(ShardedImages):
                 break
         return samples + [samples[-1]._replace(fault="")] * (len(keys) - len(samples))
 
-    def _begin(self, indices: list[int]) -> dict[int, tuple[Future[memoryview], int]]:
+    def _begin(self, indices: list[int]) -> dict[int, tuple[Future[Content], int]]:
         """Begin to read images; one read gets consecutive `indices` that are also neighbours in a shard."""
-        found: dict[int, tuple[Future[memoryview], int]] = {}
+        found: dict[int, tuple[Future[Content], int]] = {}
         for index in indices if self.cache else ():
             if future := self._look(index):
                 found[index] = future, 0
@@ -156,10 +158,10 @@ class RemoteImages(ShardedImages):
             found |= {index: (future, self._value("offset", index) - first) for index in group}
         return found
 
-    def _look(self, index: int) -> Future[memoryview] | None:
+    def _look(self, index: int) -> Future[Content] | None:
         """Return an image from the cache, or the error if it cannot be used; None if the image is not in it."""
         assert self.cache
-        future: Future[memoryview] = Future()
+        future: Future[Content] = Future()
         try:
             content = self.cache.look(self._shard(index), self._value("offset", index), self._end(index))
         except OSError as error:
@@ -167,7 +169,7 @@ class RemoteImages(ShardedImages):
             return future
         if not self.is_packed(index, content):
             return None
-        future.set_result(memoryview(content))  # as quick as any disk: a thread would take longer
+        future.set_result(content)  # as quick as any disk: a thread would take longer
         return future
 
     def _groups(self, indices: Iterable[int]) -> Iterator[list[int]]:
@@ -193,7 +195,7 @@ class RemoteImages(ShardedImages):
         if index not in self.pending:
             self.pending |= self._begin([index])
         future, at = self.pending.pop(index)
-        group: memoryview = self.store.result(future)
+        group: Content = self.store.result(future)
         content = bytes(group[at : at + self._value("size", index)])
         if len(content) < len(group) and not self.is_packed(index, content):
             future, _ = self._begin([index])[index]  # alone, so that it is asked for until it is right
