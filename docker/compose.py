@@ -228,9 +228,8 @@ def main(argv: list[str]) -> int:
     job.handle_signals()
     with temporary_folder() as scratch:
         more = Path(scratch, "nodes.json")
-        more.write_text(
-            json.dumps(compose_override(nodes, shares, spec)).replace("$", "$$")
-        )  # Compose expands $NAME
+        override = json.dumps(compose_override(nodes, shares, spec))
+        more.write_text(override.replace("$", "$$"))  # Compose expands $NAME
         compose += ["--file", str(COMPOSE_FILE), "--file", str(more)]
         try:
             with removed_at_end(compose, environment):

@@ -1,24 +1,8 @@
 # shellcheck shell=bash
-# Shared by the sbatch files: paths, the head node, and how a job ends, is requeued and resumes.
-#
-# An sbatch file sources it and calls begin_job with the recipe and its options, run_step with the command that starts
-# the ranks, and end_job. begin_job sets the arrays that this command uses: srun (srun and its common options),
-# container (Apptainer's prefix, or empty), rank (the module of a rank) and options. Optional variables:
-#   NAME              the run's name (ddp-job123; in an array NAME-0, NAME-1): the record is runs/NAME, the logs are
-#                     runs/NAME/slurm/NODE.txt
-#   NPROC_PER_NODE    processes per node (the GPUs that Slurm gives on a node, else --ntasks-per-node, else 1)
-#   PYTHON            the interpreter (.venv/bin/python of this repository; python3 in a container)
-#   FABRIC            auto, ib, roce, efa or tcp: see scripts/launch/fabric.sh
-#   STAGE             a tar file of the environment; each node unpacks it to STAGE_DIR (/tmp) and uses that copy
-#   CONTAINER_IMAGE   run in a container: with pyxis if srun has it, else with Apptainer
-#   CONTAINER_MOUNTS  more folders for the container: /data:/data,/scratch:/scratch
-#   MAX_REQUEUES      how often a job may be requeued (10)
-#   MAX_EXCLUDED      how many nodes with a broken GPU a job may exclude (3)
-#   SCRIPT            your own script in place of the recipe, with WORKDIR, RUNS_DIR and RESUME (docs/your-own.md).
-#                     Relative paths start at the folder in which sbatch was called.
-# After make_elastic, as in ddp-elastic.sbatch:
-#   MIN_NODES         the least nodes to continue with (1)
-#   MAX_RESTARTS      how often ranks restart after a failure, and a node's agent after its loss (10)
+# Shared by the sbatch files: paths, the head node, and how a job ends, is requeued and resumes. slurm/README.md lists the
+# variables that users set. An sbatch file sources it and calls begin_job with the recipe and its options, run_step with the
+# command that starts the ranks, and end_job. begin_job sets the arrays that this command uses: srun (srun and its common
+# options), container (Apptainer's prefix, or empty), rank (the module of a rank) and options.
 
 if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)); then set +u; fi # there, "${empty[@]}" is an error
 root=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -50,6 +34,12 @@ fi
 refuse() {
     echo "error: $1" >&2
     exit 2
+}
+
+# fail REASON: end the job with status 1.
+fail() {
+    echo "error: job $job: $1" >&2
+    exit 1
 }
 
 # option NAME DEFAULT ARGUMENTS...: print the last value of an option among arguments: --name x or --name=x.
@@ -92,14 +82,9 @@ share_cores() {
 # socket, and task 2 to the first again.
 fill_sockets() { export SLURM_DISTRIBUTION=${SLURM_DISTRIBUTION:-block:block}; }
 
-# begin_job RECIPE OPTIONS...: set the environment of ranks, the folder for logs, and the arrays.
-begin_job() {
-    recipe=$1
-    shift
-    local default name host_log variable
-    signal="" signals=0 step="" step_pid="" stopper=()
-    trap 'signals=$((signals + 1)); stop_step USR1' USR1
-    trap 'signals=$((signals + 1)) signal=TERM' TERM
+# Refuse wrong variables before the first step: if all nodes refused them, srun would kill some before they print the reason.
+check_variables() {
+    local name
     if ((${SLURM_HET_SIZE:-1} > 1)); then
         refuse "a heterogeneous job (sbatch ... : ...) would use its first component alone; ask for nodes of one kind"
     fi
@@ -112,6 +97,20 @@ begin_job() {
     if ! is_plain_name "${NAME:-x}"; then # it becomes a folder of runs
         refuse "NAME expects at most 100 letters, digits, '.', '_' and '-', the first a letter or digit, got '$NAME'"
     fi
+    if [[ ! ${FABRIC:-auto} =~ ^(auto|ib|roce|efa|tcp)$ ]]; then
+        refuse "FABRIC expects auto, ib, roce, efa or tcp, got '$FABRIC'"
+    fi
+}
+
+# begin_job RECIPE OPTIONS...: set the environment of ranks, the folder for logs, and the arrays.
+begin_job() {
+    recipe=$1
+    shift
+    local default name host_log variable
+    signal="" signals=0 step="" step_pid="" stopper=()
+    trap 'signals=$((signals + 1)); stop_step USR1' USR1
+    trap 'signals=$((signals + 1)) signal=TERM' TERM
+    check_variables
     identify_job
     name=${NAME:+$NAME${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}}
     name=${name:-$(basename "${SCRIPT:-$recipe}" .py)-job$job}
@@ -124,10 +123,6 @@ begin_job() {
     MASTER_PORT=$(free_port)
     export PORT_IS_CHOSEN=1 # if it is taken, rank 0 ends with status 75, and the job is requeued
     export FABRIC=${FABRIC:-auto}
-    # Refused before the first step: if all nodes refused it, srun would kill some before they print the reason.
-    if [[ ! $FABRIC =~ ^(auto|ib|roce|efa|tcp)$ ]]; then
-        refuse "FABRIC expects auto, ib, roce, efa or tcp, got '$FABRIC'"
-    fi
     for variable in ${container_prefix:+"${container_env[@]}"}; do export "$container_prefix$variable=${!variable}"; done
     if [[ -n ${SCRIPT:-} ]]; then
         begin_script "$name"
@@ -363,8 +358,7 @@ make_elastic() {
         status=0
         wait "$store" || status=$?
         if ((status == 75)); then requeue "another process took port $MASTER_PORT"; fi
-        echo "error: job $job: its store did not start on $RDZV_ENDPOINT (status $status)" >&2
-        exit 1
+        fail "its store did not start on $RDZV_ENDPOINT (status $status)"
     fi
     disown "$store"
     srun+=(--no-kill --kill-on-bad-exit=0 --wait=0)
@@ -376,13 +370,11 @@ stop_step() {
     if ((${#stopper[@]})); then return; fi # a repeated signal
     signal=$1
     echo "job $job got $1: ranks write a checkpoint"
-    while :; do
+    while [[ -n $step ]]; do # no step yet: run_step will start none
         if [[ $step == srun ]]; then
             scancel --signal="$1" "$job" 2>/dev/null # the steps, not this script
-        elif [[ -n $step_pid ]]; then
-            kill -s "$1" "$step_pid" 2>/dev/null # mpirun passes it to its ranks
         else
-            false # no step yet
+            kill -s "$1" "$step_pid" 2>/dev/null # mpirun passes it to its ranks
         fi && if [[ -n ${SCRIPT:-} ]]; then break; fi # once: its handler may be saving
         sleep 10
     done &
@@ -408,8 +400,7 @@ leave_if_complete() {
 
 # Exit with the job's status, or requeue an incomplete job.
 end_job() {
-    # An elastic recipe is complete even if a node was lost.
-    if [[ -z ${SCRIPT:-} && -n ${RDZV_ENDPOINT:-} && $run_dir/result.json -nt $started ]] || is_complete; then
+    if is_complete; then
         touch "$complete"
         exit 0
     fi
@@ -446,16 +437,13 @@ start_again() {
         exit 1
     elif [[ ($signal == USR1 || $preempted) && $greatest != 2 ]]; then
         if [[ -z $preempted ]] && ! has_progress; then
-            echo "error: job $job: its time is up, and it has written nothing to $run_dir since its start, so that" \
-                "it is not requeued; write checkpoints to RUN_DIR, or give it more --time" >&2
-            exit 1
+            fail "its time is up, and it has written nothing to $run_dir since its start, so that it is not requeued; write checkpoints to RUN_DIR, or give it more --time"
         fi
         requeue "it was stopped before its end"
     elif ((status == 75 || greatest == 75)); then # other nodes may have reached the port's owner instead
         requeue "another process took port $MASTER_PORT"
     elif ((status == 0)); then
-        echo "error: job $job: its ranks were asked to stop before their end; $go_on" >&2
-        exit 1
+        fail "its ranks were asked to stop before their end; $go_on"
     elif ((greatest != 2)); then
         lost=$(lost_nodes)
         if [[ -n $lost ]]; then requeue "no answer from $lost"; fi
@@ -500,19 +488,20 @@ end_submitted() {
     exit "$status"
 }
 
-# Whether the run is complete. A recipe's record shows it. A script is complete if it was not stopped; in an elastic job,
-# also if one node ended well and none failed: lost nodes do not count.
+# Whether the run is complete. A recipe's record shows it. A script is complete if it was not stopped. In an elastic job,
+# lost nodes do not count, and a script is complete if one node ended well and none failed.
 is_complete() {
-    if [[ -n ${SCRIPT:-} && -n ${RDZV_ENDPOINT:-} && -z $signal && -e ${ENDED_FILE:-} ]]; then
+    if [[ -z ${SCRIPT:-} ]]; then
+        if [[ $run_dir/result.json -nt $started ]]; then
+            [[ $status == 0 || -n ${RDZV_ENDPOINT:-} ]]
+        else
+            [[ $status == 0 ]] && keeps_no_record && [[ -z $signal ]]
+        fi
+    elif [[ -n ${RDZV_ENDPOINT:-} && -z $signal && -e ${ENDED_FILE:-} ]]; then
         # 137: killed in a container; 69: the node lost the store.
         ! grep 'Exited with exit code' "$logs/.srun" | grep -qvE 'code (69|137)$'
-        return
-    fi
-    if ((status != 0)); then return 1; fi
-    if [[ -n ${SCRIPT:-} ]]; then
-        [[ -z $signal && ! -e ${STOPPED_FILE:-} ]]
     else
-        [[ $run_dir/result.json -nt $started ]] || { keeps_no_record && [[ -z $signal ]]; }
+        [[ $status == 0 && -z $signal && ! -e ${STOPPED_FILE:-} ]]
     fi
 }
 
@@ -562,7 +551,7 @@ broken_nodes() {
 
 # leave_out LINES: requeue the job without these nodes, unless it has excluded too many or too few others remain.
 leave_out() {
-    local limit=${MAX_EXCLUDED:-3} list=$logs/excluded.txt new all others old usable
+    local limit=${MAX_EXCLUDED:-3} list=$logs/excluded.txt new all others old usable why
     echo "job $job: ${1//$'\n'/$'\n'job $job: }" | tee -a "$list" # for later starts, and for administrators
     new=$(cut -d: -f1 <<<"$1" | sort -u | paste -sd,)
     all=$(sed -n "s/^job $job: \([^:]*\): .*/\1/p" "$list" | sort -u)
@@ -574,14 +563,13 @@ leave_out() {
         if [[ -n $old ]]; then scontrol show hostnames "$old"; fi
     } | sort -u | comm -13 - <(echo "$usable") | wc -l)
     if (($(wc -l <<<"$all") > limit)); then
-        echo "error: job $job: fault on $new, and a job may exclude at most $limit nodes (MAX_EXCLUDED);" \
-            "have those in $list repaired; $go_on" >&2
+        why="a job may exclude at most $limit nodes (MAX_EXCLUDED); have those in $list repaired"
     elif ((others < NNODES)); then
-        echo "error: job $job: fault on $new, and partition $SLURM_JOB_PARTITION has $others other working nodes for" \
-            "$NNODES; have it repaired; $go_on" >&2
+        why="partition $SLURM_JOB_PARTITION has $others other working nodes for $NNODES; have it repaired"
     else
         requeue "fault on $new, excluded from now on" "${old:+$old,}$new"
     fi
+    echo "error: job $job: fault on $new, and $why; $go_on" >&2
 }
 
 # Whether Slurm requeues this preempted job at the end of its script, as it does since 24.05, up to MaxBatchRequeue times. If the
@@ -597,23 +585,18 @@ slurm_requeues() {
 
 # requeue REASON [NODES]: requeue the job, without these nodes, and exit.
 requeue() {
-    local limit=${MAX_REQUEUES:-10}
+    local limit=${MAX_REQUEUES:-10} excluded=${2:-}
     if ((restarts >= limit)); then
         if [[ -n ${preempted:-} ]]; then scontrol update "JobId=$job" Requeue=0; fi # else Slurm requeues it
-        echo "error: job $job: $1, and it has started $((restarts + 1)) times (MAX_REQUEUES=$limit);" \
-            "$go_on" >&2
-        exit 1
+        fail "$1, and it has started $((restarts + 1)) times (MAX_REQUEUES=$limit); $go_on"
     fi
     echo "job $job: $1; it is requeued and resumes from its last checkpoint"
-    if [[ -n ${preempted:-} && -z ${2:-} ]] && slurm_requeues; then exit 1; fi
-    if [[ -n ${2:-} ]]; then trap '' TERM; else trap - TERM; fi
-    if scontrol requeue "$job"; then
-        if [[ -z ${2:-} ]]; then exec sleep 60; fi # Slurm ends this script
-        # Slurm does not change a running job. The job cannot start again before this script has ended.
-        if scontrol update "JobId=$job" "ExcNodeList=$2"; then exit 1; fi
-        echo "error: job $job: Slurm did not take ExcNodeList=$2; it may get these nodes again" >&2
-        exit 1
-    fi
-    echo "error: job $job could not be requeued; $go_on" >&2
+    if [[ -n ${preempted:-} && -z $excluded ]] && slurm_requeues; then exit 1; fi
+    if [[ -n $excluded ]]; then trap '' TERM; else trap - TERM; fi
+    scontrol requeue "$job" || fail "it could not be requeued; $go_on"
+    if [[ -z $excluded ]]; then exec sleep 60; fi # Slurm ends this script
+    # Slurm does not change a running job. The job cannot start again before this script has ended.
+    scontrol update "JobId=$job" "ExcNodeList=$excluded" ||
+        fail "Slurm did not take ExcNodeList=$excluded; it may get these nodes again"
     exit 1
 }
