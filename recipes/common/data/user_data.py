@@ -55,13 +55,7 @@ class SeededSamples(Dataset[Any]):
     raises an error, differs from the first in shape or dtype, or has an invalid number, the first is returned in
     its place, with one line on what is wrong: its rank has to stop together with the others.
 
-    Args:
-        samples: the indexable.
-        first: its first sample.
-        numbers: the valid classes or tokens.
-        what: its name in messages.
-        seed: --seed.
-        is_train: whether samples differ between epochs.
+    `what` is the indexable's name in messages; with `is_train`, samples differ between epochs.
     """
 
     def __init__(self, samples: Any, first: Batch, numbers: Numbers, what: str, seed: int, is_train: bool) -> None:

@@ -55,7 +55,7 @@ def rendezvous_error(rank: int, message: str) -> UserError:
 
 
 def connection_error(rank: int, message: str) -> UserError:
-    """Return the error for gloo's message that a rank got no connection to another one, whom the store knows."""
+    """Return the error for gloo's message that a rank cannot connect to another one, which the store knows."""
     reason = message.partition("] ")[2].strip().split("\n")[0] or message  # after the place in gloo's sources
     return MissingNodeError(
         f"rank {rank} on {socket.gethostname()} cannot connect to the others ({reason}); set GLOO_SOCKET_IFNAME "

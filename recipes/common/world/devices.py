@@ -18,7 +18,7 @@ Exchange = Callable[[str, str], Mapping[str, str]]
 def choose_devices(wanted: str) -> list[torch.device]:
     """Return the devices of a job of one process: all visible GPUs, or the CPU if there are none.
 
-    Raises UserError if --device is cuda, and no GPU is visible; if the first GPU does not work; or if a launcher
+    Raises UserError if --device is cuda and no GPU is visible, if the first GPU does not work, or if a launcher
     has started several processes, each of which would train by itself.
     """
     if (count := read_number("WORLD_SIZE", 1)) > 1:

@@ -85,10 +85,9 @@ def end_log() -> None:
 
 
 def log_processes() -> tuple[int, int] | None:
-    """Make NCCL log its start in processes that this one starts; return the two ends of the pipe that it logs to.
+    """Make NCCL in processes that this one starts log to a pipe, which they open as a file; return its two ends.
 
-    Those processes open the pipe as a file. Read it as long as they run, or they block. Return None if the user
-    has set what NCCL logs.
+    Read the pipe as long as they run, or they block. Return None if the user has set what NCCL logs.
     """
     if _is_users_log():
         return None
