@@ -73,7 +73,8 @@ class ShardedImages(Images):
         self.files: dict[int, int] = {}
         """Open files, by shard."""
         # A few terabytes have more shards than a process may open files, and workers' batches are files, too.
-        self.most_files = max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.most_files = len(shards) if limit == resource.RLIM_INFINITY else max(1, limit // 4)
 
     def path(self, index: int) -> str:
         """Return an image's shard and its offset there, for messages."""
