@@ -57,10 +57,9 @@ def check_folder() -> None:
         raise UserError(f"--compile: {folder} is a file; remove it, {fix}") from None
     except OSError as error:
         raise UserError(f"--compile: cannot make {folder} ({error.strerror}); make room, {fix}") from None
+    what = f"--compile: {folder}, which holds compiled code,"
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
-        raise UserError(
-            f"--compile: {folder}, which holds compiled code, is not a folder of yours; remove it, {fix}"
-        )
+        raise UserError(f"{what} is not a folder of yours; remove it, {fix}")
     if about.st_mode & stat.S_IWOTH:
-        what = "which holds compiled code, can be written to by every user"
-        raise UserError(f"--compile: {folder}, {what}; remove it, as others may have put code there, {fix}")
+        why = "as others may have put code there"
+        raise UserError(f"{what} can be written to by every user; remove it, {why}, {fix}")

@@ -69,10 +69,9 @@ class TensorOptions(Options):
     def check_world_size(self, world_size: int) -> None:
         """Raise UserError if the world size is not a multiple of the ranks per replica."""
         if world_size % self.tensor_parallel:
+            what = f"--tensor-parallel {self.tensor_parallel} does not divide {world_size} processes"
             fix = f"start a multiple of {self.tensor_parallel} processes, or give --tensor-parallel {world_size}"
-            raise UserError(
-                f"--tensor-parallel {self.tensor_parallel} does not divide {world_size} processes; {fix}"
-            )
+            raise UserError(f"{what}; {fix}")
 
 
 options = partial(parse, TensorOptions, "tensor", __doc__)
@@ -126,10 +125,9 @@ class GradientSum:
         """
         missing = [name for parameter, name in self.names.items() if parameter not in self.taken]
         if missing and self.is_last and self.replicas.size() > 1:
+            what = f"{missing[0]} got no gradient, so that replicas cannot sum it"
             fix = "use it in every forward pass, or set its requires_grad to False"
-            raise UserError(
-                f"{missing[0]} got no gradient, so that replicas cannot sum it; {fix}", on_one_rank=True
-            )
+            raise UserError(f"{what}; {fix}", on_one_rank=True)
         self.taken.clear()
         for group in [group for group, bucket in self.buckets.items() if bucket]:
             self.send(group)

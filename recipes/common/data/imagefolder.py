@@ -197,7 +197,7 @@ class Listing:
     """Digest of the inodes and times of the class folders: a rank that sees the same ones need not walk again."""
 
     def to_bytes(self) -> bytes:
-        """Return the listing in the form in which ranks exchange it, about 50 bytes per image."""
+        """Return the listing as ranks exchange it, about 50 bytes per image."""
         return json.dumps(vars(self)).encode()
 
     @classmethod

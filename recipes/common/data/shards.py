@@ -108,7 +108,7 @@ class ShardedImages(Images):
         return content
 
     def storage_order(self) -> torch.Tensor:
-        """Return the images' indices in the order in which they are stored in the shards: int64, shape (N,)."""
+        """Return the images' indices in the order of the shards: int64, shape (N,)."""
         return torch.from_numpy(np.lexsort((self.fields["offset"].numpy(), self.fields["shard"].numpy())))
 
     def fingerprint(self) -> str:
@@ -316,7 +316,7 @@ def pack(source: Path, folder: Path, shard_bytes: int) -> Iterator[tuple[str, in
     arrays: dict[str, Any] = {}
     shards: dict[str, int] = {}
     for half, samples in zip(HALVES, (listing.train, listing.test), strict=True):
-        order = list(range(len(samples)))  # in which evaluation reads val
+        order = list(range(len(samples)))  # evaluation reads val in this order
         if half == "train":
             order = permutation(len(samples), STORAGE_SEED, epoch=0).tolist()
         rows: dict[int, tuple[int, int, int, int, int]] = {}

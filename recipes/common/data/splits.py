@@ -54,7 +54,7 @@ class Split(ABC):
         return []
 
     def storage_order(self) -> Tensor:
-        """Return the samples' indices in the order in which they are stored: int64, shape (N,)."""
+        """Return the samples' indices in storage order: int64, shape (N,)."""
         return torch.arange(len(self))
 
     @abstractmethod
@@ -145,7 +145,7 @@ class Data:
 class Normalise:
     """Subtract the mean and divide by the standard deviation: float32, shape (C,), in units of the raw pixels.
 
-    `width` and `device` are those of the images; with `channels_last`, the result is in that memory format.
+    Images have this `width` and `device`; with `channels_last`, the result is in that memory format.
     """
 
     def __init__(

@@ -63,10 +63,8 @@ def load_text(args: Options, device: torch.device) -> Data:
     def split(files: list[bytes], name: str) -> TextSplit:
         text = b"".join(content + SEPARATOR for content in files)
         if len(text) <= args.seq_len:
-            raise UserError(
-                f"--data text: the {name} files below {folder} hold {len(text)} bytes, too few for --seq-len "
-                f"{args.seq_len}; add files, or use at most --seq-len {len(text) - 1}"
-            )
+            what = f"the {name} files below {folder} hold {len(text)} bytes, too few for --seq-len {args.seq_len}"
+            raise UserError(f"--data text: {what}; add files, or use at most --seq-len {len(text) - 1}")
         return TextSplit(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device), args.seq_len)
 
     tokens = Spec((args.seq_len,), torch.int64)

@@ -248,7 +248,7 @@ class LoadedSplit(Split):
         return str(self.dataset.fingerprint())
 
     def storage_order(self) -> Tensor:
-        """Return the samples' indices in the order in which they are stored: int64, shape (N,)."""
+        """Return the samples' indices in storage order: int64, shape (N,)."""
         return self.dataset.storage_order()
 
     def take_warnings(self, train_s: float) -> list[str]:

@@ -18,9 +18,9 @@ PIECE_BYTES = 64 * 2**20
 
 
 def gather_values(value: T | None, peers: Peers, group: dist.ProcessGroup) -> list[T] | None:
-    """Return the values of the ranks of a gloo group, the first ones, on rank 0; call it on all ranks of the job.
+    """Return on rank 0 the values of a gloo group's ranks, which are the first ones; call it on all ranks.
 
-    The other ranks give None. Values may hold what a checkpoint may; rank 0 gets tensors on the CPU.
+    Ranks outside of the group give None. Values may hold what a checkpoint may; rank 0 gets tensors on the CPU.
     """
     own = torch.empty(0, dtype=torch.uint8)
     if value is not None:

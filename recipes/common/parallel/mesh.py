@@ -14,9 +14,10 @@ from recipes.common.world.peers import Peers
 
 
 def grid_mesh(args: Options, world: Peers, row_size: int, names: tuple[str, str]) -> DeviceMesh:
-    """Return a mesh of all ranks in rows of `row_size` neighbours, each with a time-out; call it on all ranks.
+    """Return a mesh of all ranks in rows of `row_size` neighbours; call it on all ranks.
 
-    `names` are the names of its two dimensions: first of the groups along columns, then of those along rows.
+    `names` are the names of its two dimensions: the groups along columns, then the groups along rows. Each group
+    has a time-out.
     """
     grid = torch.arange(world.world_size).view(-1, row_size)
     timeout = group_timeout(wait_timeout(args), world.device.type)

@@ -79,7 +79,7 @@ def check_port(port: int) -> None:
 def wait_for_head(node: Node, store: str = "") -> str:
     """Wait until node 0, or an elastic job's store (host:port), answers; return this node's address for others.
 
-    It is the address from which this node connects; for the loopback, on node 0's own machine, it is MASTER_ADDR.
+    This node connects from that address; if it is the loopback, on node 0's own machine, MASTER_ADDR is returned.
 
     Raises:
         MissingNodeError: node 0 does not answer in time.

@@ -136,7 +136,6 @@ def check_hosts(hosts: Sequence[str]) -> None:
     fabric = os.environ.get("FABRIC")
     if fabric in FABRICS and hosts:
         names = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
-        raise UserError(
-            f"FABRIC={fabric}, and NCCL uses {TCP}, which is TCP, on {names}; see docs/site.md "
-            "(devices, libraries, locked memory), or set FABRIC=auto to use TCP"
-        )
+        what = f"FABRIC={fabric}, and NCCL uses {TCP}, which is TCP, on {names}"
+        fix = "see docs/site.md (devices, libraries, locked memory), or set FABRIC=auto to use TCP"
+        raise UserError(f"{what}; {fix}")
