@@ -401,8 +401,11 @@ class Options(TrainingOptions):
 
     @property
     def takes_sparse_gradients(self) -> bool:
-        """Whether gradients that hold some rows only, as of nn.Embedding(sparse=True), are summed and applied."""
-        return self.optimizer == "sgd" and not self.weight_decay
+        """Whether gradients that hold only some rows, as of nn.Embedding(sparse=True), are summed and applied.
+
+        Recipes with shards exchange them as whole tensors.
+        """
+        return self.optimizer == "sgd" and not self.weight_decay and not self.has_shards
 
     @property
     def passes(self) -> int:

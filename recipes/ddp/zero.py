@@ -15,7 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from recipes.common.errors import UserError
 from recipes.common.optim import optimizer_class, optimizer_state, parameter_groups
 from recipes.common.options import Options
-from recipes.common.parallel.gather import gather_values
+from recipes.common.parallel.groups import gather_values
 from recipes.common.world.world import World
 
 

@@ -37,7 +37,7 @@ from recipes.common.models.user_model import check_fit
 from recipes.common.optim import AMP_DTYPES, build_optimizer, build_scaler
 from recipes.common.options import Options, is_user_code, option, parse, positive_int, switch
 from recipes.common.parallel.buckets import FIX_MISSING, Named, missing_gradients, trained
-from recipes.common.parallel.mesh import grid_mesh
+from recipes.common.parallel.groups import grid_mesh
 from recipes.common.parallel.sharding import gather_state, own_shards, own_state, read_shards, update, write_shards
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
@@ -74,11 +74,6 @@ class FSDPOptions(Options):
         if self.batchnorm_group and self.activation_checkpointing:
             fix = "drop --activation-checkpointing"
             raise UserError(f"--batchnorm-group: blocks that run again would count their statistics twice; {fix}")
-
-    @property
-    def takes_sparse_gradients(self) -> bool:
-        """No: shards are exchanged as whole tensors."""
-        return False
 
     def check_world_size(self, world_size: int) -> None:
         """Raise UserError if the number of replicas does not divide the world size."""

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from recipes.common.data import Batch, Spec, Split
 from recipes.common.errors import UserError
 from recipes.common.options import Options, check_divides, choice, one_of, option, positive_int
-from recipes.common.parallel.mesh import grid_mesh
+from recipes.common.parallel.groups import grid_mesh
 from recipes.common.watch.timeouts import wait_timeout
 from recipes.common.world.peers import broadcast_bytes
 from recipes.common.world.world import World

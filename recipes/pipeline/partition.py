@@ -69,8 +69,8 @@ def plan_parts(model: nn.Module, parts: int, balance: str, args: Options, sample
     """Cut a model into parts that balance the number of parameters or the time measured on the sample's device.
 
     Each part begins with a layer that gets a row for each sample and that trains, so that the part has a gradient
-    to compute and to send back; frozen layers stay with the layers before them. Measured times vary, so one process
-    plans the parts and broadcasts them.
+    to compute and to send back; frozen layers stay with the layers before them. Measured times vary, so one
+    process plans the parts and broadcasts them.
 
     Raises UserError if the model is not a sequence of layers, or has too few of them.
     """

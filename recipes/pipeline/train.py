@@ -25,7 +25,7 @@ from recipes.common.models.models import build_model
 from recipes.common.nonfinite import NonFiniteError
 from recipes.common.optim import autocast, build_optimizer, build_scaler, densify_gradients
 from recipes.common.options import is_user_code, parse
-from recipes.common.parallel.gather import gather_values
+from recipes.common.parallel.groups import gather_values
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
 from recipes.common.seeding import choose_kernels

@@ -28,7 +28,7 @@ from recipes.common.loop import Check, Content, Technique, begin_run, load_data_
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, option, parse, positive_int, switch
 from recipes.common.parallel import sharding
-from recipes.common.parallel.mesh import grid_mesh
+from recipes.common.parallel.groups import grid_mesh
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
 from recipes.common.world.agreement import run_on_all_ranks, shard
@@ -60,11 +60,6 @@ class TensorOptions(Options):
             raise UserError(f"{flag}: --tensor-parallel 1 splits nothing; drop one of the two")
         if self.loss_parallel and self.task not in ("auto", "language-model"):
             raise UserError(f"--loss-parallel: --task {self.task} may read all logits; drop it")
-
-    @property
-    def takes_sparse_gradients(self) -> bool:
-        """No: shards are exchanged as whole tensors."""
-        return False
 
     def check_world_size(self, world_size: int) -> None:
         """Raise UserError if the world size is not a multiple of the ranks per replica."""

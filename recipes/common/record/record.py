@@ -26,6 +26,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,27 +109,27 @@ def _new_run(args: Options, recipe: str) -> Path:
             return folder
 
 
+@dataclass
 class Record:
     """Write one run's record; a launch that resumes continues it from the step of its checkpoint."""
 
-    def __init__(
-        self,
-        folder: Path,
-        args: Options,
-        recipe: str,
-        places: Sequence[Place],
-        checkpoint: Path | None,
-        is_new: bool,
-        replaces: bool,
-    ) -> None:
-        self.folder, self.args, self.recipe = folder, args, recipe
-        self.places, self.checkpoint, self.is_new = places, checkpoint, is_new
-        self.replaces = replaces
-        """The folder holds an earlier run's record, which begin() deletes."""
-        self.checkpoints = CheckpointFolder(folder / "checkpoints", args.keep_checkpoints, self.check_owner)
+    folder: Path
+    args: Options
+    recipe: str
+    places: Sequence[Place]
+    checkpoint: Path | None
+    """The checkpoint that this launch resumes from."""
+    is_new: bool
+    """Whether this launch begins the run."""
+    replaces: bool
+    """Whether the folder holds an earlier run's record, which begin() deletes."""
+
+    def __post_init__(self) -> None:
+        keep = self.args.keep_checkpoints
+        self.checkpoints = CheckpointFolder(self.folder / "checkpoints", keep, self.check_owner)
         self.progress = start_progress()
         self._id, self._written = secrets.token_hex(8), ""
-        self._config, self._metrics = folder / "config.json", folder / "metrics.jsonl"
+        self._config, self._metrics = self.folder / "config.json", self.folder / "metrics.jsonl"
         self._events: Any = None
         self._earlier_result: dict[str, Any] | None = None
         """The result of a run that was complete before this launch; it stays unchanged."""
