@@ -18,6 +18,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
@@ -70,6 +71,15 @@ class TensorOptions(Options):
 
 
 options = partial(parse, TensorOptions, "tensor", __doc__)
+
+
+def wrap(model: nn.Module, args: TensorOptions, world: World, tp: DeviceMesh) -> set[str]:
+    """Split the model over the ranks of a replica; return the names of its packed parameters, as parallelize()."""
+    split = args.sequence_parallel, args.loss_parallel
+    packed = run_on_all_ranks(lambda: parallelize(model, args.model, tp, *split), world)
+    if args.compile:
+        model.compile(mode=args.compile_mode)
+    return packed
 
 
 class GradientSum:
@@ -143,15 +153,12 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
     """Train with the given options; call it on all ranks."""
     replicas = world.world_size // args.tensor_parallel
     data, model = load_data_and_model(args, "tensor", world, stop, replicas)
-    # Tensor: a group for each row (the ranks of a replica: neighbours, best within a node) and each column (those
-    # that hold the same shards).
+    # Tensor: a group for each row (the ranks of a replica: neighbours, best within a node) and each column (the
+    # ranks with the same shards).
     mesh = grid_mesh(args, world, args.tensor_parallel, ("dp", "tp"))
     tp, dp = mesh["tp"], mesh["dp"]
     with world.watch("model", computes=True):
-        split = args.sequence_parallel, args.loss_parallel
-        packed = run_on_all_ranks(lambda: parallelize(model, args.model, tp, *split), world)
-        if args.compile:
-            model.compile(mode=args.compile_mode)
+        packed = wrap(model, args, world, tp)
     gradients = GradientSum(model, dp.get_group(), cast(dist.ProcessGroup, dist.group.WORLD))
     optimizer = build_optimizer(args, model.parameters())
     scaler = build_scaler(args, world.device)

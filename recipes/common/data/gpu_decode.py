@@ -58,7 +58,7 @@ def collate(samples: Sequence[Sample]) -> EncodedBatch:
 
 
 class PartDecoder:
-    """Decodes parts of JPEGs on a GPU with the help of some threads; on a CPU, the pixels equal those of workers.
+    """Decodes parts of JPEGs on a GPU with the help of some threads; on a CPU, the pixels are the workers'.
 
     Raises UserError if nvImageCodec cannot decode on this device.
     """
