@@ -1,7 +1,7 @@
-"""A loss or gradient that is no finite number: stop on all ranks alike, or (skipping.py) skip the step.
+"""A loss or gradient that is not finite: stop on all ranks alike, or (skipping.py) skip the step.
 
-Each step checks the averaged gradients. They are the same on all ranks, and not finite if the loss of any rank is
-not. So all ranks decide alike without another exchange.
+Each step checks the averaged gradients. They are the same on all ranks, and not finite if any rank's loss is not.
+So all ranks decide alike without another exchange.
 
 Reading all gradients once more takes several percent of a step on a CPU. For `stop`, the first layer's gradients
 are enough: backward reaches this layer last, through all others. A non-finite gradient in another layer alone

@@ -424,11 +424,8 @@ T = TypeVar("T")
 def parse(kind: type[T], recipe: str, doc: str | None, argv: Sequence[str] | None = None) -> T:
     """Return a recipe's options from the command line and a --config file, which the command line overrides.
 
-    Args:
-        kind: the dataclass of its options; each class that it inherits from is a group of --help.
-        recipe: its name.
-        doc: the recipe's docstring.
-        argv: the words of the command line (default: this process's).
+    `kind` is the dataclass of its options: each class that it inherits from is a group of --help. `doc` is the
+    recipe's docstring, `argv` has the command line's arguments (default: this process's).
 
     Raises UserError for an unknown option (with the nearest one), a bad value or file, or options that do not
     combine.
