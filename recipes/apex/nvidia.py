@@ -59,9 +59,9 @@ class ApexAmp:
         self.optimizer.zero_grad()
         keep_masters(self.model, self.optimizer, amp.master_params)
         self.scaler = ApexScaler(amp, is_dynamic=args.opt_level in ("O1", "O2"))
-        # Apex: construction broadcasts rank 0's parameters. While backward runs, it averages flat buckets of 10 M
-        # gradients in the weights' dtype. delay_allreduce=True would send them all after backward, which takes
-        # longer but works for models in which some parameters get no gradient.
+        # Apex: construction broadcasts rank 0's parameters. Backward averages flat buckets of 10 M gradients in
+        # the weights' dtype while it runs. delay_allreduce=True would send them all after backward: that takes
+        # longer, but allows parameters without a gradient.
         self.ddp = parallel.DistributedDataParallel(self.model, delay_allreduce=False)
         if args.deterministic:
             settle_buckets(self.ddp, data, world.device)

@@ -34,7 +34,6 @@ from recipes.common.world.world import World, train_as_rank
 
 options = partial(parse, ApexOptions, "apex", __doc__)
 
-
 Pairs = Iterator[tuple[Tensor, Tensor]]
 """Tensors of the model, each with its half copy."""
 

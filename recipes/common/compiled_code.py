@@ -1,4 +1,4 @@
-"""--compile: torch's compiler, and the folder in which it keeps code, and from which it runs whatever it finds."""
+"""--compile: checks of the compiler, and of the folder from which torch runs compiled code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from recipes.common.errors import UserError
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise UserError as check_folder(), or if there is no compiler: of C++ for a CPU, of C for a GPU."""
+    """Raise UserError as check_folder(), or if there is no C++ compiler (CPU) or no complete C compiler (GPU)."""
     check_folder()
     host = socket.gethostname()
     if device.type == "cpu":
@@ -29,28 +29,24 @@ def check_compiler(device: torch.device) -> None:
             fix = "install g++, set CXX to a C++ compiler, or drop --compile"
             raise UserError(f"--compile: {host} has no C++ compiler; {fix}") from None
         return
-    # Triton compiles a Python extension, by which it starts kernels, with this compiler (triton/runtime/build.py).
+    # Triton compiles the Python extension that starts its kernels with this compiler (triton/runtime/build.py).
     if not (compiler := os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         fix = "install gcc, set CC to a C compiler, or drop --compile"
         raise UserError(f"--compile: {host} has no C compiler; {fix}")
     headers = sysconfig.get_path("include", "posix_prefix")
+    command = [compiler, f"-I{headers}", "-fsyntax-only", "-x", "c", "-"]
     try:
-        command = [compiler, f"-I{headers}", "-fsyntax-only", "-x", "c", "-"]
-        done = subprocess.run(command, input=b"#include <Python.h>", capture_output=True, timeout=60)
-        is_complete = done.returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        is_complete = False
-    if not is_complete:
+        subprocess.run(command, input=b"#include <Python.h>", capture_output=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
         fix = "install Python's headers (python3-dev), set CC to another C compiler, or drop --compile"
-        raise UserError(f"--compile: on {host}, {compiler} does not compile Python.h; {fix}")
+        raise UserError(f"--compile: on {host}, {compiler} does not compile Python.h; {fix}") from None
 
 
 def check_folder() -> None:
-    """Make the folder, unless it is there: its name, torchinductor_USER in the temporary folder, can be guessed.
+    """Make torchinductor_USER in the temporary folder; raise UserError if others own it or can write to it.
 
-    torch also keeps headers there if TORCHINDUCTOR_CACHE_DIR names another folder, and does not check whose it is.
-
-    Raises UserError if it is another user's, or everyone can write to it.
+    Others can guess its name, and torch does not check whose it is. Even if TORCHINDUCTOR_CACHE_DIR names another
+    folder, torch keeps headers in this one.
     """
     folder = Path(default_cache_dir())
     fix = "or set TMPDIR to a folder of yours"
@@ -61,10 +57,9 @@ def check_folder() -> None:
         raise UserError(f"--compile: {folder} is a file; remove it, {fix}") from None
     except OSError as error:
         raise UserError(f"--compile: cannot make {folder} ({error.strerror}); make room, {fix}") from None
+    what = f"--compile: {folder}, which holds compiled code,"
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
-        raise UserError(
-            f"--compile: {folder}, which holds compiled code, is not a folder of yours; remove it, {fix}"
-        )
+        raise UserError(f"{what} is not a folder of yours; remove it, {fix}")
     if about.st_mode & stat.S_IWOTH:
-        what = "which holds compiled code, can be written to by every user"
-        raise UserError(f"--compile: {folder}, {what}; remove it, as others may have put code there, {fix}")
+        why = "as others may have put code there"
+        raise UserError(f"{what} can be written to by every user; remove it, {why}, {fix}")

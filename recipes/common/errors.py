@@ -42,11 +42,11 @@ def as_user_error(verb: str, path: object) -> Iterator[None]:
 
 
 NOT_REPEATABLE = " does not have a deterministic implementation"
-"""What torch says, after its name, of an operation that --deterministic forbids on this device."""
+"""What torch says, after an operation's name, if --deterministic forbids the operation on this device."""
 
 
 def unrepeatable(said: str) -> str:
-    """Return which operation --deterministic forbids, and the fix, if an error message is about that; else ""."""
+    """Return the operation that --deterministic forbids, and the fix; "" if a message is not about that."""
     line = next((line for line in said.splitlines() if NOT_REPEATABLE in line), "")
     what = f"{line.split(NOT_REPEATABLE)[0]} has no deterministic implementation on this device"
     return f"{what}; use another, or drop --deterministic" if line else ""
@@ -55,8 +55,8 @@ def unrepeatable(said: str) -> str:
 def adjust_output() -> None:
     """Let standard output escape characters that its encoding lacks, as standard error does by default.
 
-    With PYTHONUNBUFFERED, print() writes a line and its end one by one, and those of a node's ranks, which share a
-    pipe, would mix: let a line be one write.
+    Also make each line one write: with PYTHONUNBUFFERED, print() writes a line and its end separately, and the
+    lines of ranks that share a pipe would mix.
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -78,7 +78,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("grad-accum", "grad-accum-steps"), "accumulate-steps"),
     **{"bs": "global-batch-size", "wd": "weight-decay", "save-every": "checkpoint-every"},
 }
-"""What other programs call an option, where its spelling leads nowhere or to another option."""
+"""Other programs' names for an option, if their spelling is close to no option or to the wrong one."""
 
 
 def nearest_option(flag: str, known: Iterable[str]) -> str:

@@ -59,7 +59,7 @@ class Job:
     batch_parts: int = 0
     """Parts of the global batch that go through the model one by one (default: one per replica and pass)."""
     eval_batch_size: int = 0
-    """Most samples of an evaluation's pass (default: those of a part of a batch, which fit in memory)."""
+    """Most samples of an evaluation's pass (default: as many as in a part of a batch, which fit in memory)."""
     record: Record | None = None
     """The run's record, on rank 0 only."""
     folder: Path = field(default_factory=Path)

@@ -80,7 +80,7 @@ class Throughput:
         """Stop the clock before work that is not training."""
         self._synchronize()
         self._seconds, self._since = self.seconds(), None
-        # An interface that has gone, such as that of a container that ended, has no count any more.
+        # An interface that is gone, such as an ended container's, has no count any more.
         self._sent += sum(max(0, sent - self._sent_since.get(name, 0)) for name, sent in sent_bytes().items())
 
     def recent(self) -> float:

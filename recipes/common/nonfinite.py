@@ -1,7 +1,7 @@
-"""A loss or gradient that is no finite number: stop on all ranks alike, or (skipping.py) skip the step.
+"""A loss or gradient that is not finite: stop on all ranks alike, or (skipping.py) skip the step.
 
-Each step checks the averaged gradients. They are the same on all ranks, and not finite if the loss of any rank is
-not. So all ranks decide alike without another exchange.
+Each step checks the averaged gradients. They are the same on all ranks, and not finite if any rank's loss is not.
+So all ranks decide alike without another exchange.
 
 Reading all gradients once more takes several percent of a step on a CPU. For `stop`, the first layer's gradients
 are enough: backward reaches this layer last, through all others. A non-finite gradient in another layer alone
@@ -30,8 +30,8 @@ class NonFiniteError(UserError):
     Args:
         step: the number of the step, from 1.
         is_loss: whether this rank's loss is not finite, or only a gradient.
-        hint: the consequence, and what to do.
-        ranks: all ranks whose loss is not finite, once that is known.
+        hint: the consequence, and how to fix it.
+        ranks: all ranks whose loss is not finite, once they are known.
     """
 
     status = 1
@@ -76,12 +76,10 @@ class Guard:
         self._bad_loss = torch.zeros((), dtype=torch.bool, device=device)
 
     def check_gradients(self, step: int, loss: Tensor, gradients: Sequence[Tensor]) -> bool:
-        """Return whether the weights may be changed.
+        """Return whether the weights may be changed in a step, counted from 1.
 
-        Args:
-            step: the number of the step, from 1.
-            loss: this rank's part of the step's loss.
-            gradients: the averaged gradients, the first layer's first; the same on all ranks.
+        `loss` is this rank's part of the loss. The averaged gradients are the same on all ranks, the first layer's
+        first.
         """
         is_bad = ~torch.isfinite(nn.utils.get_total_norm(gradients[:1]))
         if self._is_lazy:
@@ -112,16 +110,16 @@ class Guard:
         if isinstance(self.stop.error, NonFiniteError):
             return False
         sums = [weight.sum(dtype=torch.float32) for weight in weights]  # not of squares, which overflow earlier
-        together = torch.stack([value.to(sums[0].device) for value in sums])  # to read the GPU once
-        if not torch.isfinite(together).all():
+        stacked = torch.stack([value.to(sums[0].device) for value in sums])  # to read the GPU once
+        if not torch.isfinite(stacked).all():
             self.fail(step, False, "it has spoilt the weights, which are not saved")
             return False
         return True
 
     def check_loss(self, step: int, loss: float) -> None:
-        """Fail if the global batch's loss is not finite; gradients that overflow by scaling are not looked at."""
+        """Fail if the global batch's loss is not finite: a loss scaler skips such gradients without this check."""
         if not math.isfinite(loss):
-            self.fail(step, False, "the loss is that of all ranks")
+            self.fail(step, False, "nor is the loss of the global batch")
 
     def fail(self, step: int, is_loss: bool, hint: str) -> None:
         """Make this step's error the rank's vote."""

@@ -129,12 +129,12 @@ def optimizer_step(
     parameters: Iterable[nn.Parameter],
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
-    allows: Callable[[Sequence[Tensor]], bool],
+    check: Callable[[Sequence[Tensor]], bool],
 ) -> None:
-    """Unscale and clip the gradients, step if allows(gradients), and clear them.
+    """Unscale and clip the gradients, step if check(gradients) returns true, and clear them.
 
-    An enabled scaler checks for non-finite gradients by itself, without `allows`: it skips such a step and lowers
-    the scale.
+    An enabled scaler does not call check(): it skips a step with non-finite gradients by itself, and lowers the
+    scale.
     """
     parameters = list(parameters)
     densify_gradients(args, parameters)
@@ -145,7 +145,7 @@ def optimizer_step(
         gradients = [nn.utils.clip_grad_norm_(parameters, args.clip_grad_norm)]  # finite only if all of them are
     else:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if scaler.is_enabled() or allows(gradients):
+    if scaler.is_enabled() or check(gradients):
         scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()

@@ -138,10 +138,8 @@ def one_of(*words: str) -> Callable[[str], str]:
 
     def parse_value(text: str) -> str:
         if text not in words:
-            choice = ", ".join(words)
-            raise argparse.ArgumentTypeError(
-                f"invalid choice {text!r}{nearest(text, words)} (choose from {choice})"
-            )
+            what = f"invalid choice {text!r}{nearest(text, words)}"
+            raise argparse.ArgumentTypeError(f"{what} (choose from {', '.join(words)})")
         return text
 
     return parse_value
@@ -179,9 +177,8 @@ def one_of_or_own(*words: str) -> Callable[[str], str]:
 def plain_name(text: str) -> str:
     """Return a run's name if it is valid: it becomes a folder below --runs-dir and must not lead out of it."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", text):
-        raise argparse.ArgumentTypeError(
-            f"expects at most 100 letters, digits, '.', '_' and '-', the first a letter or digit, got {text!r}"
-        )
+        wanted = "at most 100 letters, digits, '.', '_' and '-', the first a letter or digit"
+        raise argparse.ArgumentTypeError(f"expects {wanted}, got {text!r}")
     return text
 
 
@@ -382,20 +379,17 @@ class Options(TrainingOptions):
             raise UserError(f"--compile-mode {self.compile_mode} is for compiled models; add --compile")
         if self.records_graphs and self.accumulate_steps > 1:
             # A pass's gradients are in the graph's memory, which the next pass overwrites: pytorch#169545.
+            flags = f"--compile-mode {self.compile_mode} with --accumulate-steps {self.accumulate_steps}"
             what = "a CUDA graph overwrites the gradients of the pass before"
-            raise UserError(
-                f"--compile-mode {self.compile_mode} with --accumulate-steps {self.accumulate_steps}: {what}; "
-                "use --compile-mode default"
-            )
+            raise UserError(f"{flags}: {what}; use --compile-mode default")
         if self.compile and self.batchnorm_group and self.passes >= MOST_GRAPHS:
             # A group's weight in the running statistics depends on its pass; evaluation is one more graph.
             what = f"each of {self.passes} passes is compiled by itself, and torch compiles {MOST_GRAPHS} at most"
             fix = f"use up to {MOST_GRAPHS - 1} passes, or drop --compile"
             raise UserError(f"--compile with --batchnorm-group {self.batchnorm_group}: {what}; {fix}")
         if self.batchnorm_group and self.sync_batchnorm:
-            raise UserError(
-                "--batchnorm-group and --sync-batchnorm: statistics are over groups or the batch; drop one"
-            )
+            what = "statistics are over groups or the batch"
+            raise UserError(f"--batchnorm-group and --sync-batchnorm: {what}; drop one")
 
     def check_world_size(self, world_size: int) -> None:
         """Raise UserError if the recipe cannot share out its work among so many processes."""
@@ -407,8 +401,11 @@ class Options(TrainingOptions):
 
     @property
     def takes_sparse_gradients(self) -> bool:
-        """Whether gradients that hold some rows only, as of nn.Embedding(sparse=True), are summed and applied."""
-        return self.optimizer == "sgd" and not self.weight_decay
+        """Whether gradients that hold only some rows, as of nn.Embedding(sparse=True), are summed and applied.
+
+        Recipes with shards exchange them as whole tensors.
+        """
+        return self.optimizer == "sgd" and not self.weight_decay and not self.has_shards
 
     @property
     def passes(self) -> int:
@@ -427,11 +424,8 @@ T = TypeVar("T")
 def parse(kind: type[T], recipe: str, doc: str | None, argv: Sequence[str] | None = None) -> T:
     """Return a recipe's options from the command line and a --config file, which the command line overrides.
 
-    Args:
-        kind: the dataclass of its options; each class that it inherits from is a group of --help.
-        recipe: its name.
-        doc: the recipe's docstring.
-        argv: the words of the command line (default: this process's).
+    `kind` is the dataclass of its options: each class that it inherits from is a group of --help. `doc` is the
+    recipe's docstring, `argv` has the command line's arguments (default: this process's).
 
     Raises UserError for an unknown option (with the nearest one), a bad value or file, or options that do not
     combine.

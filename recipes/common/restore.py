@@ -33,7 +33,7 @@ def restore(job: Job, content: dict[str, Any]) -> None:
 
 
 def check_shapes(job: Job, state: dict[str, Any]) -> None:
-    """Raise UserError, with the first tensor that differs, if the tensors are not those of the model."""
+    """Raise UserError, with the first tensor that differs, if the tensors do not fit the model."""
     own = job.model.state_dict()
     shapes, saved = ({n: tuple(v.shape) for n, v in d.items() if isinstance(v, Tensor)} for d in (own, state))
     wrong = [name for name in {**saved, **shapes} if shapes.get(name) != saved.get(name)]
@@ -78,12 +78,8 @@ def position_of(content: dict[str, Any], steps_per_epoch: int, total_steps: int)
 
 def data_change_warning(before: dict[str, str], now: dict[str, str]) -> str:
     """Return a warning if the data differ from the checkpoint's, else ""; old versions did not record the data."""
-    changed = [
-        f"{half} is {now[half]} (was {text})" for half, text in before.items() if now.get(half, text) != text
-    ]
+    changed = [f"{half} is {now[half]} (was {old})" for half, old in before.items() if now.get(half, old) != old]
     if not changed:
         return ""
-    return (
-        f"warning: the data have changed since the checkpoint was written: {', '.join(changed)}; from here on the "
-        "order of samples is another one, and earlier evaluations do not compare"
-    )
+    what = f"the data have changed since the checkpoint was written: {', '.join(changed)}"
+    return f"warning: {what}; the order of samples is now another one, and earlier evaluations do not compare"

@@ -26,7 +26,7 @@ class Task:
     higher_is_better: bool = False
     """Whether a higher headline is better."""
     unit: str = "samples"
-    """A unit in which speed is reported, too, if a sample has many of them: tokens."""
+    """The unit of a second figure for speed, if a sample has several of them, such as tokens."""
     units_per_sample: int = 1
 
     def loss_sum(self, output: Tensor, target: Tensor) -> Tensor:

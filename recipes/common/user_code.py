@@ -23,9 +23,10 @@ from recipes.common.task import Task
 
 
 def digests(args: Options) -> dict[str, str]:
-    """Return a digest of each module that the options name: all ranks have to run the same code.
+    """Return a digest of each module that the options name, so that ranks can check that they run the same code.
 
-    Under "import NAME" is what these import: a digest of the user's own modules, the versions of libraries.
+    For each module that these import, there is an entry "import NAME": a digest of the user's own, the version of
+    a library.
     """
     found, before = dict[str, str](), set(sys.modules)
     for flag, text in (("--data", args.data), ("--model", args.model), ("--task", args.task)):
@@ -127,16 +128,15 @@ def add_derived(means: dict[str, float], task: Task) -> dict[str, float]:
 
 def refusal(what: str, error: BaseException, fix: str = "fix it and start again") -> UserError:
     """Return a one-line UserError for an error of the user's code, with its innermost line outside of packages."""
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own(Path(frame.filename))]
-    place = own[-1] if own else None
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [(frame.filename, frame.lineno) for frame in frames if is_own(Path(frame.filename))]
     if isinstance(error, SyntaxError) and error.filename:
-        where = f"{error.filename}, line {error.lineno}"
-    else:
-        where = f"{place.filename}, line {place.lineno}" if place else ""
+        places.append((error.filename, error.lineno))
+    where = f" ({places[-1][0]}, line {places[-1][1]})" if places else ""
     if text := unrepeatable(str(error)):
-        return UserError(f"{what}{f' ({where})' if where else ''}: {text}")
+        return UserError(f"{what}{where}: {text}")
     reason = " ".join(str(error).split())[:300]
-    return UserError(f"{what}: {type(error).__name__}: {reason}{f' ({where})' if where else ''}; {fix}")
+    return UserError(f"{what}: {type(error).__name__}: {reason}{where}; {fix}")
 
 
 def name_of(value: Any) -> str:

@@ -53,10 +53,8 @@ def wrap(model: nn.Module, args: Options, devices: list[torch.device]) -> nn.Mod
     elif args.sync_batchnorm:
         raise UserError("--sync-batchnorm: needs a process per GPU, DataParallel is one; use RECIPE=ddp")
     elif args.batchnorm_group:
-        raise UserError(
-            "--batchnorm-group: DataParallel keeps the running statistics of the first GPU's groups alone; "
-            "use RECIPE=ddp"
-        )
+        what = "DataParallel keeps the running statistics of the first GPU's groups alone"
+        raise UserError(f"--batchnorm-group: {what}; use RECIPE=ddp")
     elif args.compile:
         raise UserError("--compile: replicas would all run the code of the first; drop it or use RECIPE=ddp")
     if args.compile:

@@ -57,7 +57,7 @@ class DDPOptions(Options):
 
     @property
     def takes_sparse_gradients(self) -> bool:
-        """Compression does not."""
+        """Not with compression."""
         return super().takes_sparse_gradients and self.grad_compression == "none"
 
 

@@ -15,7 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from recipes.common.errors import UserError
 from recipes.common.optim import optimizer_class, optimizer_state, parameter_groups
 from recipes.common.options import Options
-from recipes.common.parallel.gather import gather_values
+from recipes.common.parallel.groups import gather_values
 from recipes.common.world.world import World
 
 
@@ -39,5 +39,5 @@ def consolidate(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any
     if shards is None:
         return None
     state = {number: values for shard in shards for number, values in shard.items()}
-    content = torch.optim.Optimizer.state_dict(optimizer)  # that of ZeroRedundancyOptimizer needs the sending
+    content = torch.optim.Optimizer.state_dict(optimizer)  # ZeroRedundancyOptimizer's would need the sending
     return {"optimizer": optimizer_state(optimizer, {**content, "state": state})}

@@ -23,7 +23,7 @@ Shards = dict[str, Tensor]
 
 
 class UnknownInitError(Exception):
-    """A parameter is initialised in such a way that this rank's rows cannot be computed alone."""
+    """A parameter is initialised so that this rank's rows cannot be computed alone."""
 
 
 def rows(tensor: Tensor, index: int, count: int) -> Tensor:
@@ -33,17 +33,13 @@ def rows(tensor: Tensor, index: int, count: int) -> Tensor:
 
 
 class ShardedInit(TorchDispatchMode):
-    """While a model is built, keep only a part of each parameter's initial values.
-
-    Args:
-        keep: returns the part of a whole parameter to keep, in its own memory.
-    """
+    """While a model is built, keep of each parameter's initial values only keep(whole), in memory of its own."""
 
     def __init__(self, keep: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.keep = keep
         self.kept: dict[int, tuple[Tensor, torch.Size]] = {}
-        """By the storage of a parameter, which the tensor it is made from shares: its kept part, and its shape."""
+        """A parameter's kept part and its shape, by its storage; the tensor that it is made from has the same."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation on the meta device, on a temporary whole parameter, or on the rows that are kept."""
@@ -118,8 +114,6 @@ class NoMetaChecks(TorchFunctionMode):
 
 
 IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
-
-
 OVERWRITING = (torch.ops.aten.fill_, torch.ops.aten.zero_, torch.ops.aten.copy_)
 
 

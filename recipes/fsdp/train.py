@@ -37,7 +37,7 @@ from recipes.common.models.user_model import check_fit
 from recipes.common.optim import AMP_DTYPES, build_optimizer, build_scaler
 from recipes.common.options import Options, is_user_code, option, parse, positive_int, switch
 from recipes.common.parallel.buckets import FIX_MISSING, Named, missing_gradients, trained
-from recipes.common.parallel.mesh import grid_mesh
+from recipes.common.parallel.groups import grid_mesh
 from recipes.common.parallel.sharding import gather_state, own_shards, own_state, read_shards, update, write_shards
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
@@ -74,11 +74,6 @@ class FSDPOptions(Options):
         if self.batchnorm_group and self.activation_checkpointing:
             fix = "drop --activation-checkpointing"
             raise UserError(f"--batchnorm-group: blocks that run again would count their statistics twice; {fix}")
-
-    @property
-    def takes_sparse_gradients(self) -> bool:
-        """No: shards are exchanged as whole tensors."""
-        return False
 
     def check_world_size(self, world_size: int) -> None:
         """Raise UserError if the number of replicas does not divide the world size."""
@@ -138,21 +133,20 @@ def check_dtypes(block: nn.Module, args: FSDPOptions, names: Mapping[nn.Paramete
     own = [p for _, p in trained(block) if not isinstance(p, DTensor)]
     for p in own:
         if p.dtype != own[0].dtype:
-            what = (
-                f"--model {args.model}: {names[own[0]]} is {own[0].dtype}, {names[p]} of the same block {p.dtype}"
-            )
-            raise UserError(f"{what}, and FSDP sends a block's parameters as one; use one dtype, or RECIPE=ddp")
+            what = f"{names[own[0]]} is {own[0].dtype}, {names[p]} of the same block {p.dtype}"
+            why = "FSDP sends a block's parameters as one"
+            raise UserError(f"--model {args.model}: {what}, and {why}; use one dtype, or RECIPE=ddp")
 
 
 def check_rows(model: nn.Module, args: FSDPOptions) -> None:
-    """Raise UserError if a parameter has no rows to shard, or a module no hooks."""
+    """Raise UserError if a parameter has no rows to shard, or a module has no hooks."""
     for name, parameter in model.named_parameters():
-        if not parameter.ndim:
-            what = f"--model {args.model}: the parameter {name} is a single number, without rows to shard"
-            raise UserError(f"{what}; give it the shape (1,), or use RECIPE=ddp")
-        if not parameter.numel():
-            what = f"--model {args.model}: the parameter {name} is empty, without rows to shard"
-            raise UserError(f"{what}; leave it out, or use RECIPE=ddp")
+        if not parameter.ndim or not parameter.numel():
+            kind, fix = "empty", "leave it out"
+            if not parameter.ndim:
+                kind, fix = "a single number", "give it the shape (1,)"
+            what = f"--model {args.model}: the parameter {name} is {kind}, without rows to shard"
+            raise UserError(f"{what}; {fix}, or use RECIPE=ddp")
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         what = f"--model {args.model}: TorchScript has no hooks, in which FSDP gathers weights"
         raise UserError(f"{what}; return the module itself, or use RECIPE=ddp")
@@ -161,8 +155,8 @@ def check_rows(model: nn.Module, args: FSDPOptions) -> None:
 def copy_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     """Return a block's output with copies of tensors that are views, such as a linear layer's of 3-D inputs.
 
-    FSDP gathers the block for its backward when the output's gradient arrives, which a view that is changed in
-    place would not see.
+    FSDP gathers the block for backward when the output's gradient arrives. If a view is changed in place, it would
+    not notice that.
     """
     return tree_map_only(Tensor, lambda x: x.clone() if x.requires_grad and x._base is not None else x, output)
 
@@ -175,10 +169,8 @@ def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
         what = f"--activation-checkpointing: --model {args.model} has batch norm"
         raise UserError(f"{what}, and blocks that run again would count their statistics twice; drop it")
     check_rows(model, args)
-    settings: dict[str, Any] = {
-        "mesh": build_mesh(args, world),
-        "reshard_after_forward": args.reshard_after_forward,
-    }
+    mesh = build_mesh(args, world)
+    settings: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": args.reshard_after_forward}
     if args.cpu_offload:
         settings["offload_policy"] = CPUOffloadPolicy()
     full = MixedPrecisionPolicy(cast_forward_inputs=False)
@@ -215,9 +207,9 @@ def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
 class SameBlocks:
     """Checks that all ranks gather the same blocks in the same order.
 
-    FSDP matches gathers by their order alone: ranks would mix weights, or gloo would abort them. In the first pass
-    of training and of evaluation, ranks compare each block before they gather it. In later passes, a rank compares
-    its blocks with that pass's.
+    FSDP matches gathers by their order alone: otherwise ranks would mix weights, or gloo would abort them. In the
+    first pass of training and of evaluation, ranks compare each block before they gather it. In later passes, a
+    rank compares its blocks with its own first pass.
     """
 
     def __init__(self, model: nn.Module, args: FSDPOptions, peers: Peers) -> None:
@@ -225,7 +217,7 @@ class SameBlocks:
         self.first_blocks: dict[bool, list[str]] = {}
         """The blocks of the first pass, in evaluation (False) and in training (True)."""
         self.blocks: list[str] | None = None
-        """Those of the current pass so far; None outside of a pass."""
+        """The blocks of the current pass so far; None outside of a pass."""
         # A block is compiled with its hooks.
         compare = torch.compiler.disable(self.compare) if args.compile else self.compare
         for name, module in model.named_modules():
@@ -271,7 +263,7 @@ class SameBlocks:
 
 @dataclass
 class SameGradients:
-    """Checks that the same parameters get a gradient on all ranks: FSDP would sum those of different ones."""
+    """Checks that the same parameters get a gradient on all ranks: FSDP would add up different ones."""
 
     parameters: Named
     job: Job
@@ -347,9 +339,7 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
         run_on_all_ranks(lambda: check_fit(model, args, data, world.device, predict), world)
         same_blocks.first_blocks.clear()
     state = own_state if args.sharded_checkpoints else gather_state
-    technique = Technique(
-        forward_backward, model, predict=predict, update=update, gather_state=partial(state, job)
-    )
+    technique = Technique(forward_backward, model, predict, update, gather_state=partial(state, job))
     # FSDP: rank 0 reads the checkpoint and broadcasts it, a tensor at a time; each rank keeps its shard of each
     # tensor. With a sharded checkpoint, each rank reads its own shards.
     begin_run(job, partial(read_shards, model), partial(own_shards, model))

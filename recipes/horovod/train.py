@@ -42,7 +42,7 @@ except ModuleNotFoundError as error:
     hvd = None  # not built: main() says how to build it
 
 LAUNCHERS = {"WORLD_SIZE": "torchrun", "OMPI_COMM_WORLD_SIZE": "another Open MPI", "PMI_SIZE": "another MPI"}
-"""What may start processes that Horovod does not connect, by the variable in which it says how many."""
+"""Launchers whose processes Horovod does not connect, by the variable that has the number of processes."""
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class HorovodOptions(Options):
 
     @property
     def takes_sparse_gradients(self) -> bool:
-        """Compression does not."""
+        """Not with compression."""
         return super().takes_sparse_gradients and self.compression == "none"
 
 
@@ -184,7 +184,7 @@ def train(args: HorovodOptions, world: World, stop: Stop) -> None:
 
 
 def foreign_launcher() -> str:
-    """Return what has started several processes that Horovod does not connect, so that each is alone; else ""."""
+    """Return the launcher of several processes that Horovod does not connect; "" if there is none."""
     if hvd.size() > 1 or "HOROVOD_SIZE" in os.environ:
         return ""
     return next((launcher for name, launcher in LAUNCHERS.items() if os.environ.get(name, "1") != "1"), "")

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from recipes.common.data import Batch, Spec, Split
 from recipes.common.errors import UserError
-from recipes.common.options import Options, choice, one_of, option, positive_int
-from recipes.common.parallel.mesh import grid_mesh
+from recipes.common.options import Options, check_divides, choice, one_of, option, positive_int
+from recipes.common.parallel.groups import grid_mesh
 from recipes.common.watch.timeouts import wait_timeout
 from recipes.common.world.peers import broadcast_bytes
 from recipes.common.world.world import World
@@ -82,10 +82,15 @@ class PipelineOptions(Options):
         if world_size % stages:
             below = world_size // stages * stages
             either = f"{below} or {below + stages}" if below else f"{stages}"
-            raise UserError(
-                f"--stages {stages} needs a multiple of {stages} processes, got {world_size}; "
-                f"start {either}, or give --stages {world_size}"
-            )
+            what = f"--stages {stages} needs a multiple of {stages} processes, got {world_size}"
+            raise UserError(f"{what}; start {either}, or give --stages {world_size}")
+
+    def check_microbatches(self, replicas: int, num_train: int) -> None:
+        """Raise UserError, with sizes that work, if the batch does not divide into equal microbatches."""
+        shares = f"{replicas} replicas x {self.accumulate_steps} passes x {self.num_microbatches} microbatches"
+        if self.batchnorm_group:
+            shares += f" x groups of {self.batchnorm_group}"
+        check_divides(self, replicas * self.passes * (self.batchnorm_group or 1), shares, num_train)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from recipes.common.errors import UserError
 from recipes.common.models.layers import layers
 from recipes.common.optim import autocast, optimizer_state
-from recipes.common.options import Options, check_divides
+from recipes.common.options import Options
 from recipes.common.world.tree import map_tree
 
 REPEATS = 3
@@ -43,15 +43,6 @@ class Part:
         return f"{span}  ({self.num_parameters:,} parameters, {self.cost_share:.0%} of the cost)"
 
 
-def check_microbatches(args: Options, num_microbatches: int, replicas: int, num_train: int) -> None:
-    """Raise UserError, with the nearest sizes that work, if the batch does not divide into equal microbatches."""
-    pieces = replicas * args.accumulate_steps * num_microbatches
-    shares = f"{replicas} replicas x {args.accumulate_steps} passes x {num_microbatches} microbatches"
-    if args.batchnorm_group:
-        shares += f" x groups of {args.batchnorm_group}"
-    check_divides(args, pieces * (args.batchnorm_group or 1), shares, num_train)
-
-
 def balanced_cuts(costs: Sequence[float], parts: int) -> list[int]:
     """Cut a sequence into contiguous parts so that the largest part's cost is as small as possible.
 
@@ -60,7 +51,7 @@ def balanced_cuts(costs: Sequence[float], parts: int) -> list[int]:
     """
     assert 1 <= parts <= len(costs)
     upto = list(itertools.accumulate(costs, initial=0.0))
-    # best[end]: if k parts split the first `end` costs, the smallest possible cost of the largest, and its bounds.
+    # best[end]: the smallest possible cost of the largest of k parts of the first `end` costs, and their bounds.
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}
     for k in range(1, parts + 1):
         best = {
@@ -77,9 +68,9 @@ def balanced_cuts(costs: Sequence[float], parts: int) -> list[int]:
 def plan_parts(model: nn.Module, parts: int, balance: str, args: Options, sample: Tensor) -> list[Part]:
     """Cut a model into parts that balance the number of parameters or the time measured on the sample's device.
 
-    A cut falls only before a layer that trains, so that every part has a gradient to compute and to send back, and
-    that gets a row for each sample; frozen layers (requires_grad is False) stay with those before them. The time
-    that is measured varies, so one process plans the parts and broadcasts them.
+    Each part begins with a layer that gets a row for each sample and that trains, so that the part has a gradient
+    to compute and to send back; frozen layers stay with the layers before them. Measured times vary, so one
+    process plans the parts and broadcasts them.
 
     Raises UserError if the model is not a sequence of layers, or has too few of them.
     """
@@ -91,10 +82,9 @@ def plan_parts(model: nn.Module, parts: int, balance: str, args: Options, sample
     has_rows = [True, *(output.ndim > 0 and len(output) == len(sample) for output in outputs)]
     starts = [0, *[i for i, has_any in enumerate(trains) if has_any and any(trains[:i]) and has_rows[i]]]
     if len(starts) < parts:
-        raise UserError(
-            f"--model {args.model} cannot be cut into {parts} parts, each from a layer that trains and gets a row "
-            f"for each sample; use at most {len(starts)}"
-        )
+        what = f"--model {args.model} cannot be cut into {parts} parts"
+        why = "each from a layer that trains and gets a row for each sample"
+        raise UserError(f"{what}, {why}; use at most {len(starts)}")
     costs = seconds if balance == "cost" else [float(size) for size in sizes]
     ends = [*starts[1:], len(sequence)]
     cuts = balanced_cuts([sum(costs[a:b]) for a, b in zip(starts, ends, strict=True)], parts)
@@ -112,10 +102,10 @@ def plan_parts(model: nn.Module, parts: int, balance: str, args: Options, sample
 
 
 def check_repeated(model: nn.Module, parts: Sequence[Part], args: Options, has_devices: bool) -> None:
-    """Raise UserError if a layer that occurs in several parts cannot.
+    """Raise UserError if a layer occurs in several parts, and that does not work.
 
-    Gradients of its parameters are summed, but each part would have its own buffers. `has_devices`: whether one
-    process has the parts on several devices, of which a layer can be on one.
+    The gradients of its parameters are summed, but each part would have its own buffers. `has_devices`: whether
+    one process has the parts on several devices; a layer can be on only one of them.
     """
     named = dict(layers(model))
     places: dict[nn.Module, tuple[int, str]] = {}

@@ -25,7 +25,7 @@ from recipes.common.models.models import build_model
 from recipes.common.nonfinite import NonFiniteError
 from recipes.common.optim import autocast, build_optimizer, build_scaler, densify_gradients
 from recipes.common.options import is_user_code, parse
-from recipes.common.parallel.gather import gather_values
+from recipes.common.parallel.groups import gather_values
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
 from recipes.common.seeding import choose_kernels
@@ -37,7 +37,6 @@ from recipes.pipeline.partition import Part
 from recipes.pipeline.stages import InProcessPipeline, RankPipeline, batch_sizes
 
 Pipeline = RankPipeline | InProcessPipeline
-
 
 options = partial(parse, PipelineOptions, "pipeline", __doc__)
 
@@ -55,11 +54,10 @@ def build_sequence(args: PipelineOptions, data: Data, device: torch.device) -> n
 def agree_on_parts(model: nn.Module, args: PipelineOptions, data: Data, world: Grid) -> list[Part]:
     """Cut the model into parts, the same on every rank; call it on all ranks."""
     count = args.stages * (PARTS_PER_STAGE[args.schedule] if args.split == "ranks" else 1)
-    size = args.global_batch_size // (world.replicas * args.accumulate_steps * args.num_microbatches)
+    size = args.global_batch_size // (world.replicas * args.passes)
 
     def cut() -> list[Part]:
-        is_first = world.rank == 0
-        if not is_first:
+        if world.rank:
             return []
         inputs, _ = data.examples(size if args.balance == "cost" else 1)
         parts = partition.plan_parts(model, count, args.balance, args, inputs.to(world.device))
@@ -141,13 +139,11 @@ def train(args: PipelineOptions, world: World, stop: Stop) -> None:
     choose_kernels(args)
     data = load_same_data(args, "pipeline", world, on_bad_image=stop.fail)
     grid = build_grid(args, world)
-    run_on_all_ranks(
-        lambda: partition.check_microbatches(args, args.num_microbatches, grid.replicas, len(data.train)), world
-    )
+    run_on_all_ranks(lambda: args.check_microbatches(grid.replicas, len(data.train)), world)
     # DDP: every rank draws the same weights from --seed; a stage then moves its own layers to its device.
     model = run_on_all_ranks(lambda: build_sequence(args, data, world.device), world)
     run_on_all_ranks(lambda: check_groups(model, args), world)
-    pieces = grid.replicas * args.accumulate_steps * args.num_microbatches
+    pieces = grid.replicas * args.passes
     run_on_all_ranks(lambda: check_parts(model, args, pieces, data), world)
     parts = agree_on_parts(model, args, data, grid)
 

@@ -156,12 +156,13 @@ def check(rows: list[dict[str, Any]], total: int) -> None:
     size = len(rows)
     if total != size * (size + 1) // 2:
         raise UserError(f"the all-reduce of 1..{size} gave {total}: the ranks are not one group; see the launcher")
-    for before, row in zip([{"local_rank": -1}, *rows], rows, strict=False):
-        if row["local_rank"] not in (0, before["local_rank"] + 1):
-            raise UserError(
-                f"rank {row['rank']} on {row['host']} has local rank {row['local_rank']} after "
-                f"{before['local_rank']}: ranks have to be counted node by node; see the launcher's mapping option"
-            )
+    before = -1
+    for row in rows:
+        if row["local_rank"] not in (0, before + 1):
+            what = f"rank {row['rank']} on {row['host']} has local rank {row['local_rank']} after {before}"
+            fix = "see the launcher's mapping option"
+            raise UserError(f"{what}: ranks have to be counted node by node; {fix}")
+        before = row["local_rank"]
 
 
 def show(rows: list[dict[str, Any]], total: int) -> None:

@@ -38,10 +38,10 @@ from recipes.common.world.world import connected_world
 from recipes.ddp.train import DDPOptions, train  # spawn replaces its launcher; the ranks are ddp's
 
 FAILURE_GRACE_S = 4.0
-"""Time that a node's other ranks have to report after one has failed."""
+"""How long a node's other ranks may report after one has failed."""
 
 RENDEZVOUS_GRACE_S = 20.0
-"""Time that ranks may wait for other nodes' ranks after a stop signal; ranks that have not met lose no work."""
+"""Longest wait for other nodes' ranks after a stop signal: ranks that have not met lose no work."""
 
 
 @dataclass(frozen=True)

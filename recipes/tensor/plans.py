@@ -49,7 +49,6 @@ PLANS: dict[type[nn.Module], dict[str, str]] = {
     },
 }
 
-
 SEQUENCE = {"embedding": "cut", "blocks.*.norm?": "tokens", "head": "gather"}
 """What --sequence-parallel adds to the plan of a model with blocks."""
 VOCABULARY = {"embedding": "vocabulary", "head.norm": "copy"}
@@ -66,8 +65,7 @@ def parallelize(
         name: the model's name in --model.
         mesh: the ranks of a replica.
         sequence: between the split layers, a rank has some of the tokens of a DTensor (B, T, width).
-        vocabulary: a rank has some rows of the embedding; in training, the logits are a DTensor and a rank has
-            some of its columns.
+        vocabulary: a rank has some rows of the embedding and, in training, some columns of the logits, a DTensor.
     """
     ranks = mesh.size()
     if ranks == 1:

@@ -18,6 +18,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
@@ -28,7 +29,7 @@ from recipes.common.loop import Check, Content, Technique, begin_run, load_data_
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, option, parse, positive_int, switch
 from recipes.common.parallel import sharding
-from recipes.common.parallel.mesh import grid_mesh
+from recipes.common.parallel.groups import grid_mesh
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
 from recipes.common.world.agreement import run_on_all_ranks, shard
@@ -61,21 +62,24 @@ class TensorOptions(Options):
         if self.loss_parallel and self.task not in ("auto", "language-model"):
             raise UserError(f"--loss-parallel: --task {self.task} may read all logits; drop it")
 
-    @property
-    def takes_sparse_gradients(self) -> bool:
-        """No: shards are exchanged as whole tensors."""
-        return False
-
     def check_world_size(self, world_size: int) -> None:
         """Raise UserError if the world size is not a multiple of the ranks per replica."""
         if world_size % self.tensor_parallel:
+            what = f"--tensor-parallel {self.tensor_parallel} does not divide {world_size} processes"
             fix = f"start a multiple of {self.tensor_parallel} processes, or give --tensor-parallel {world_size}"
-            raise UserError(
-                f"--tensor-parallel {self.tensor_parallel} does not divide {world_size} processes; {fix}"
-            )
+            raise UserError(f"{what}; {fix}")
 
 
 options = partial(parse, TensorOptions, "tensor", __doc__)
+
+
+def wrap(model: nn.Module, args: TensorOptions, world: World, tp: DeviceMesh) -> set[str]:
+    """Split the model over the ranks of a replica; return the names of its packed parameters, as parallelize()."""
+    split = args.sequence_parallel, args.loss_parallel
+    packed = run_on_all_ranks(lambda: parallelize(model, args.model, tp, *split), world)
+    if args.compile:
+        model.compile(mode=args.compile_mode)
+    return packed
 
 
 class GradientSum:
@@ -126,10 +130,9 @@ class GradientSum:
         """
         missing = [name for parameter, name in self.names.items() if parameter not in self.taken]
         if missing and self.is_last and self.replicas.size() > 1:
+            what = f"{missing[0]} got no gradient, so that replicas cannot sum it"
             fix = "use it in every forward pass, or set its requires_grad to False"
-            raise UserError(
-                f"{missing[0]} got no gradient, so that replicas cannot sum it; {fix}", on_one_rank=True
-            )
+            raise UserError(f"{what}; {fix}", on_one_rank=True)
         self.taken.clear()
         for group in [group for group, bucket in self.buckets.items() if bucket]:
             self.send(group)
@@ -150,15 +153,12 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
     """Train with the given options; call it on all ranks."""
     replicas = world.world_size // args.tensor_parallel
     data, model = load_data_and_model(args, "tensor", world, stop, replicas)
-    # Tensor: a group for each row (the ranks of a replica: neighbours, best within a node) and each column (those
-    # that hold the same shards).
+    # Tensor: a group for each row (the ranks of a replica: neighbours, best within a node) and each column (the
+    # ranks with the same shards).
     mesh = grid_mesh(args, world, args.tensor_parallel, ("dp", "tp"))
     tp, dp = mesh["tp"], mesh["dp"]
     with world.watch("model", computes=True):
-        split = args.sequence_parallel, args.loss_parallel
-        packed = run_on_all_ranks(lambda: parallelize(model, args.model, tp, *split), world)
-        if args.compile:
-            model.compile(mode=args.compile_mode)
+        packed = wrap(model, args, world, tp)
     gradients = GradientSum(model, dp.get_group(), cast(dist.ProcessGroup, dist.group.WORLD))
     optimizer = build_optimizer(args, model.parameters())
     scaler = build_scaler(args, world.device)

@@ -36,7 +36,7 @@ from recipes.common.options import (
     positive_int,
     whole_number,
 )
-from recipes.common.parallel.gather import PIECE_BYTES
+from recipes.common.parallel.groups import PIECE_BYTES
 from recipes.common.world.places import place_of
 from scripts.launch.command import Column, CommandParser, check_recipe, command, next_folder, table
 from scripts.launch.recipe_options import read_option

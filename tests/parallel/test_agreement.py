@@ -18,7 +18,7 @@ from recipes.common import restore as restoring
 from recipes.common.data import imagefolder
 from recipes.common.errors import UserError
 from recipes.common.job import Job
-from recipes.common.parallel import gather as gathering
+from recipes.common.parallel import groups
 from recipes.common.process import entry
 from recipes.common.world import agreement, devices
 from recipes.common.world.devices import start_gpu
@@ -293,7 +293,7 @@ def slow_gathers():
         time.sleep(0.5)
         gather(*pieces, group=group, **how)
 
-    torch.distributed.gather, gathering.PIECE_BYTES = sleeping, 20_000
+    torch.distributed.gather, groups.PIECE_BYTES = sleeping, 20_000
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from recipes.common.options import Options, check_batch
 from recipes.common.world.peers import Peers
 from recipes.dataparallel import train as dataparallel
 from recipes.horovod import train as horovod
-from recipes.pipeline.partition import check_microbatches
+from recipes.pipeline.grid import PipelineOptions
 from tests.conftest import refused
 
 ARGS = Options(global_batch_size=24, batchnorm_group=4)
@@ -209,9 +209,9 @@ def test_any_number_of_ranks_that_each_have_a_group_will_do(world_size):
 
 
 def test_microbatches_without_a_whole_group_are_refused_with_sizes_that_work():
-    args = Options(global_batch_size=60, batchnorm_group=8)
+    args = PipelineOptions(global_batch_size=60, batchnorm_group=8, num_microbatches=2)
     with pytest.raises(UserError) as caught:
-        check_microbatches(args, num_microbatches=2, replicas=1, num_train=1000)
+        args.check_microbatches(replicas=1, num_train=1000)
     parts = "1 replicas x 1 passes x 2 microbatches x groups of 8"
     assert str(caught.value) == f"--global-batch-size 60 does not divide into {parts}; use 48 or 64"
 

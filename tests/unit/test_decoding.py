@@ -78,7 +78,7 @@ def decoder(request, monkeypatch):
     """Decode with nvImageCodec if it is available, or with Pillow alone."""
     if request.param == "Pillow":
         monkeypatch.setattr(images, "import_nvimgcodec", lambda: None)
-    elif not images.can_decode_parts():
+    elif not images.import_nvimgcodec():
         pytest.skip("nvidia-nvimgcodec-cu13 is not made for this system")
     return request.param
 
@@ -108,7 +108,7 @@ def test_a_part_has_the_pixels_of_the_whole(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["4:2:0", "progressive"])
 def test_plain_jpegs_are_decoded_in_part(tmp_path, monkeypatch, kind):
     """Otherwise the tests above would pass without partial decoding."""
-    if not images.can_decode_parts():
+    if not images.import_nvimgcodec():
         pytest.skip("nvidia-nvimgcodec-cu13 is not made for this system")
     monkeypatch.setattr(Image, "open", None)
     path = tmp_path / "image.jpg"
@@ -130,7 +130,7 @@ class VisibleGPUs:
 
 def test_workers_that_decode_see_no_gpu(monkeypatch):
     """When it is imported, nvImageCodec calls nvjpegCreateEx(), which makes a CUDA context on the first GPU."""
-    if not images.can_decode_parts():
+    if not images.import_nvimgcodec():
         pytest.skip("nvidia-nvimgcodec-cu13 is not made for this system")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # to be restored
     assert VisibleGPUs()[0] == "0,1"  # a rank trains on its own
@@ -312,7 +312,7 @@ def test_what_decodes_whole_images_only_says_so_once(tmp_path, monkeypatch, capf
         (tmp_path / half / "a").mkdir(parents=True)
         picture().save(tmp_path / half / "a" / "0.jpg")
     args = options(["--data", "imagefolder", "--data-dir", str(tmp_path), "--workers", "0"])
-    monkeypatch.setattr(imagefolder, "can_decode_parts", lambda: False)
+    monkeypatch.setattr(imagefolder, "import_nvimgcodec", lambda: None)
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         load_data(args, CPU, print)
@@ -333,7 +333,7 @@ class TestDecodeGpu:
 
     @pytest.fixture
     def folder(self, tmp_path):
-        if not images.can_decode_parts():
+        if not images.import_nvimgcodec():
             pytest.skip("nvidia-nvimgcodec-cu13 is not made for this system")
         for half in ("train", "val"):
             (tmp_path / half / "a").mkdir(parents=True)

@@ -71,6 +71,13 @@ def test_no_more_shards_are_open_than_a_process_may_have(images, whole):
     assert len(os.listdir("/proc/self/fd")) <= before + 2
 
 
+def test_without_a_limit_on_open_files_all_shards_stay_open(whole, monkeypatch):
+    no_limit = shards_module.resource.RLIM_INFINITY
+    monkeypatch.setattr(shards_module.resource, "getrlimit", lambda kind: (no_limit, no_limit))
+    dataset = load("shards", whole).train.dataset
+    assert dataset.most_files == len(dataset.shards) > 3
+
+
 def test_the_index_of_a_hundred_million_images_is_not_too_large(images, whole, monkeypatch):
     """One of more bytes than allowed is refused, and packing takes days."""
     assert sum(np.dtype(kind).itemsize for kind in FIELDS.values()) * 10**8 < shards_module.MAX_INDEX_BYTES

@@ -245,7 +245,7 @@ OF_OPTIONS = tuple(
         *("common.data.imagefolder", "common.data.user_data", "common.data.shards", "common.data.text"),
         *("common.data.synthetic", "common.data.torchvision_data", "common.data.workers"),
         *("common.models.batchnorm", "common.models.gpt", "common.models.layers", "common.models.user_model"),
-        *("common.models.torchvision_models", "common.models.vit", "common.parallel.mesh"),
+        *("common.models.torchvision_models", "common.models.vit", "common.parallel.groups"),
         *("common.process.rendezvous_errors", "common.record.progress_bar", "common.record.earlier_launches"),
         *("common.record.resume", "common.world.transport", "ddp.compression", "ddp.zero"),
     )

@@ -86,8 +86,8 @@ def pack(
 ) -> dict[str, Any]:
     """Return the content of a checkpoint, from the state dicts of the unwrapped model and the other parts.
 
-    `more` are timed (steps and seconds of training that Throughput has counted, over all launches), data (which
-    identifies the halves of the data set), and skipped_steps (those skipped by --on-nonfinite skip).
+    `more` are timed (steps and seconds of training, over all launches), data (which identifies the halves of the
+    data set), and skipped_steps (by --on-nonfinite skip).
     """
     return {
         "format": FORMAT,
@@ -144,7 +144,7 @@ class CheckpointFolder:
     def __init__(self, folder: Path, keep: int = 3, check_owner: Callable[[], None] = lambda: None) -> None:
         self.folder, self.keep, self.check_owner = folder, keep, check_owner
         self._shards: dict[tuple[int, ...], set[str]] = {}
-        """Names of shard files by the identity of the checkpoint that names them: to read it takes long."""
+        """Names of shard files by the identity of the checkpoint that names them, which takes long to read."""
 
     def paths(self) -> list[Path]:
         """Return the checkpoints' paths, the newest first; raises OSError if the folder cannot be read."""
@@ -172,7 +172,7 @@ class CheckpointFolder:
                 os.fsync(file.fileno())
             self.check_owner()  # writing may have taken long
             if is_best:
-                _link(temporary, self.folder / "best.pt")  # first: if killed after it, a run repeats these steps
+                _link(temporary, self.folder / "best.pt")  # first: a run that is killed here repeats these steps
             temporary.replace(path)
             sync_folder(self.folder)
             if "shards" in content:
@@ -223,7 +223,7 @@ class CheckpointFolder:
 
 
 def identity_of(path: Path) -> tuple[int, ...]:
-    """Return what distinguishes a file from another one of its name, the same for hard links."""
+    """Return what distinguishes a file from others that have had its name; hard links have the same."""
     about = path.stat()
     return about.st_ino, about.st_mtime_ns, about.st_size
 
@@ -327,7 +327,7 @@ def reason_of(error: BaseException) -> str:
 
 
 NO_FLUSH_ERRORS = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What file systems answer that cannot flush folders, such as AFS, VirtualBox's and some of FUSE and SMB."""
+"""Errors of file systems that cannot flush folders, such as AFS, VirtualBox's, and some of FUSE and SMB."""
 
 
 def sync_folder(folder: Path) -> None:

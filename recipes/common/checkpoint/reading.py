@@ -43,9 +43,8 @@ def read_newest(
 ) -> tuple[Path, dict[str, Any]] | None:
     """Return the newest good checkpoint of a folder, or None if there has never been one.
 
-    Bad ones are skipped with a warning. With `set_aside`, for a run that continues, those that are newer than the
-    good one are renamed to *.bad, so that they never count among the newest again. `check`: as for
-    read_checkpoint().
+    Bad ones are skipped with a warning. With `set_aside`, for a run that continues, the skipped ones are renamed
+    to *.bad, so that they never count among the newest again. `check`: as for read_checkpoint().
 
     Raises:
         UserError: there are checkpoints, and none of them is good; or one cannot be read.
@@ -66,15 +65,16 @@ def read_newest(
     others = sorted(name for name in names if name.endswith((".pt", ".pt.bad")))
     if not others:
         return None
-    none = f"none of the {len(paths)} checkpoints in {folder.folder} is good"
-    only = f"no good checkpoint in {folder.folder}, only {', '.join(others[:3])}"
+    what = f"no good checkpoint in {folder.folder}, only {', '.join(others[:3])}"
+    if paths:
+        what = f"none of the {len(paths)} checkpoints in {folder.folder} is good"
     best = folder.folder / "best.pt" if "best.pt" in names else None
     if set_aside:
         other = f"try --resume {best} under another --name, or " if best else ""
-        remedy = f"{other}begin again from step 0 with --overwrite and --resume none"
+        fix = f"{other}begin again from step 0 with --overwrite and --resume none"
     else:
-        remedy = f"give {best}" if best else "give another run or checkpoint"
-    raise UserError(f"{none if paths else only}; {remedy}")
+        fix = f"give {best}" if best else "give another run or checkpoint"
+    raise UserError(f"{what}; {fix}")
 
 
 def read_checkpoint(path: Path, check: ShardCheck | None = None) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def read_checkpoint(path: Path, check: ShardCheck | None = None) -> dict[str, An
 
 
 def is_weights_alone(content: Any) -> bool:
-    """Return whether what a file holds is a state dict of a model, and no checkpoint."""
+    """Return whether a file's content is a model's state dict, and no checkpoint."""
     return isinstance(content, dict) and all(isinstance(value, torch.Tensor) for value in content.values())
 
 
@@ -154,14 +154,13 @@ def _check_bytes(path: Path) -> None:
         if count < size:
             raise OSError(errno.EIO, "it ended before its length while it was read", str(path))
         if file.read() != CHECKSUM_TRAILER.pack(CHECKSUM_MARK, checksum):
-            raise BadCheckpointError(
-                "truncated, damaged, or not a checkpoint of this project (its checksum does not match)"
-            )
+            what = "truncated, damaged, or not a checkpoint of this project"
+            raise BadCheckpointError(f"{what} (its checksum does not match)")
 
 
 def checksum_of(file: BinaryIO, size: int) -> tuple[int, int]:
-    """Return the CRC-32 of a file's next `size` bytes, and their number, which is smaller where it ends before."""
-    buffer, checksum, count = memoryview(bytearray(2**20)), 0, 0  # reused: new memory costs more than to sum it
+    """Return the CRC-32 of a file's next `size` bytes, and how many there were: fewer if the file ends before."""
+    buffer, checksum, count = memoryview(bytearray(2**20)), 0, 0  # reused: new memory costs more than the sum
     while count < size and (read := file.readinto(buffer[: min(size - count, len(buffer))])):  # type: ignore[attr-defined]
         checksum = isal_zlib.crc32(buffer[:read], checksum)
         count += read
@@ -181,7 +180,5 @@ def check_options(args: Options, content: dict[str, Any], path: Path) -> None:
             raise UserError(f"{what}; resume with the version that wrote it")
         own = getattr(args, name)
         if own != value and option_applies(name, args.data):
-            raise UserError(
-                f"{path} was written with {flag} {value}, this run has {flag} {own}; "
-                "give the same, or start a new run without --resume"
-            )
+            what = f"{path} was written with {flag} {value}, this run has {flag} {own}"
+            raise UserError(f"{what}; give the same, or start a new run without --resume")

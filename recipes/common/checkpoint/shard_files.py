@@ -112,9 +112,8 @@ def read_box(reference: Reference, box: Box, shards: dict[str, Any]) -> Tensor:
             raise UserError(f"cannot read {path}: {reason_of(error)}; fix this, then resume again") from None
         found += target.numel()
     if found != result.numel():
-        raise UserError(
-            f"{shards['folder']}: its shard files lack parts of a tensor; resume from another checkpoint"
-        )
+        what = f"the shard files in {shards['folder']} lack parts of a tensor"
+        raise UserError(f"{what}; resume from another checkpoint")
     return result
 
 
@@ -143,11 +142,11 @@ def _read_piece(
 
 
 def share_checks(action: Callable[[ShardCheck], T], peers: Peers, timeout_s: float, allowed_s: float) -> T:
-    """Return action(check), where check() shares out the shard files over all ranks; call it on all ranks.
+    """Return action(check), where check() divides the shard files among all ranks; call it on all ranks.
 
     Rank 0's action reads a checkpoint, in a thread, and may call check(). Until it is done, the other ranks help;
-    then they call their own action, which must not call it. Rank 0 may be busy for `allowed_s` seconds, and
-    then for --timeout-s, `timeout_s`, as in wait_for_all().
+    then they call their own action, which must not call check(). `timeout_s` and `allowed_s` limit how long rank 0
+    may be busy, as in wait_for_all().
     """
     tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
@@ -220,9 +219,7 @@ def unpack_pieces(content: bytes) -> Iterator[np.ndarray]:
 class ShardedFolder:
     """The checkpoints of a run whose ranks each write their part. All ranks call write().
 
-    Args:
-        folder: the folder of the checkpoints, the same for all ranks.
-        peers: the ranks, over connections that no other thread uses.
+    All ranks have the same `folder`; no other thread uses the connections of `peers`.
     """
 
     def __init__(self, folder: CheckpointFolder, peers: Peers) -> None:

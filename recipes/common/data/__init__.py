@@ -1,11 +1,12 @@
 """Data sets, and batches of them by index: a recipe decides which indices are its rank's share.
 
-Small data sets live on the device as one uint8 tensor and are batched by indexing it; folders of
-images, and shards of them, are decoded in worker processes (imagefolder.py, shards.py). A recipe sees a `Split`.
+Small data sets are on the device as one uint8 tensor, which is indexed. Images in folders and in shards are
+decoded in worker processes (imagefolder.py, shards.py). A recipe sees a `Split` of either.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -42,15 +43,13 @@ def find_for_all_ranks(args: Options) -> bytes:
 def unread_folder(args: Options) -> str:
     """Return a warning if --data does not read the folder that --data-dir names, else "".
 
-    An empty folder is none: the manifests name one for data that may come later.
+    An empty folder causes none: the manifests name one for data that may come later.
     """
     if args.data not in ("digits", "synthetic") or args.data_dir == Options.data_dir:
         return ""
-    try:
+    with contextlib.suppress(OSError):
         if not any(args.data_dir.iterdir()):
             return ""
-    except OSError:
-        pass
     fix = "give --data imagefolder, cifar10, ..., or drop it"
     return f"warning: --data {args.data} does not read --data-dir {args.data_dir}; {fix}"
 
@@ -61,9 +60,8 @@ def load_data(
     """Return the data set of --data; data that are held in memory are on the device.
 
     `on_bad_image` gets the error of an image that cannot be read or decoded (unless --skip-bad-images counts it),
-    or of a user's sample that raises an error. It must not raise: the batch comes with a substitute for that
-    sample, so that this rank still takes part in its collectives until all ranks stop together. `found` is rank
-    0's find_for_all_ranks().
+    or of a user's sample. It must not raise: the batch has a substitute for that sample, so that this rank takes
+    part in collectives until all ranks stop together. `found` is rank 0's find_for_all_ranks().
 
     Raises UserError if the data are missing, empty or malformed, or --task does not accept them.
     """

@@ -1,7 +1,7 @@
-"""--cache-dir: what has been read from shards on a server, on a disk of the node.
+"""--cache-dir: keep on a disk of the node what has been read from shards on a server.
 
-There is a file for each shard, with holes for what has not been read: an image is there if its checksum is right.
-So any number of processes can write it without a lock, and a crash only loses images that it cut off.
+Each shard has a file, with holes for what has not been read: an image is there if its checksum is right. So any
+number of processes can write the file without a lock, and a crash loses only images that were being written.
 """
 
 from __future__ import annotations

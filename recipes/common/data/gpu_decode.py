@@ -58,13 +58,9 @@ def collate(samples: Sequence[Sample]) -> EncodedBatch:
 
 
 class PartDecoder:
-    """Decodes parts of JPEGs on a device; on a CPU the pixels are those that workers decode.
+    """Decodes parts of JPEGs on a GPU with the help of some threads; on a CPU, the pixels are the workers'.
 
-    Args:
-        device: the device that decodes.
-        threads: threads of the host that help the GPU.
-
-    Raises UserError if nvImageCodec cannot decode on this GPU.
+    Raises UserError if nvImageCodec cannot decode on this device.
     """
 
     def __init__(self, device: torch.device, threads: int) -> None:
@@ -109,7 +105,7 @@ class BatchDecoder:
     Args:
         size: height and width S of the images in a batch.
         fit: returns an image's chosen part, uint8 (H, W, 3), in that size: (pixels, whether to flip).
-        path: returns where the image of an index is, for messages.
+        path: returns the place of an image by its index, for messages.
         decode_parts: decodes the JPEGs, on its device.
     """
 

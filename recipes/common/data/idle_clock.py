@@ -1,4 +1,4 @@
-"""For how long a device waits for samples that worker processes read."""
+"""How long a device waits for samples that worker processes read."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MAX_IDLE_SHARE = 0.2
 
 
 class IdleClock:
-    """Add up the time for which a device is idle while this process waits, and its share of training by windows.
+    """Add up how long a device is idle while this process waits, and its share of the training in each window.
 
-    A CPU is idle for as long as its process waits. A GPU first completes the work in its queue: it is idle between
-    two events that are recorded in the queue before and after the wait.
+    A CPU is idle as long as its process waits. A GPU first completes the work in its queue: it is idle between two
+    events that are recorded in the queue before and after the wait.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -26,7 +26,7 @@ from torch.nn.functional import interpolate
 from torch.utils.data import Dataset
 
 from recipes.common.data.gpu_decode import BatchDecoder, Encoded, PartDecoder, collate, encode, encode_pixels
-from recipes.common.data.images import BAD_IMAGE, Box, can_decode_parts, decode, find_part, read
+from recipes.common.data.images import BAD_IMAGE, Box, decode, find_part, import_nvimgcodec, read
 from recipes.common.data.splits import Data, Normalise, digest
 from recipes.common.data.workers import LoadedSplit, Sample
 from recipes.common.errors import UserError
@@ -42,7 +42,7 @@ STD = torch.tensor([0.229, 0.224, 0.225]) * 255
 """ImageNet's mean and standard deviation per channel, in units of the raw pixels."""
 
 MAX_ASPECT_RATIO = 32
-"""Of an image with a longer side than this many times the shorter one, evaluation scales the middle only."""
+"""If an image's longer side exceeds this many times the shorter one, evaluation scales only the middle."""
 
 SCALE, RATIO, TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10
 """For random-resized crops: share of the image's area, width over height, attempts before the centre is taken."""
@@ -197,7 +197,7 @@ class Listing:
     """Digest of the inodes and times of the class folders: a rank that sees the same ones need not walk again."""
 
     def to_bytes(self) -> bytes:
-        """Return the listing in the form in which ranks exchange it, about 50 bytes per image."""
+        """Return the listing as ranks exchange it, about 50 bytes per image."""
         return json.dumps(vars(self)).encode()
 
     @classmethod
@@ -264,7 +264,7 @@ def data_of(
     on_bad_image: Callable[[UserError], None],
 ) -> Data:
     """Return training and test images as data whose splits --workers processes decode."""
-    if not can_decode_parts() and os.environ.get("RANK", "0") == "0":
+    if not import_nvimgcodec() and os.environ.get("RANK", "0") == "0":
         print("note: no nvImageCodec here: Pillow decodes whole images, which takes longer", file=sys.stderr)
     normalise = Normalise(MEAN, STD, args.image_size, device, args.channels_last)
     if args.decode == "gpu" and device.type != "cuda":
@@ -294,7 +294,7 @@ def _folder_digest(folder: Path) -> str:
 
 
 def is_link_cycle(path: Path) -> bool:
-    """Return whether a link leads to a folder that it is in: a walk through it would not end."""
+    """Return whether a link leads to a folder that contains it: a walk through it would not end."""
     if not path.is_symlink():
         return False
     target = path.resolve()
@@ -304,8 +304,8 @@ def is_link_cycle(path: Path) -> bool:
 def _scan(folder: Path, half: str) -> dict[str, list[str]]:
     """Return the classes of half/CLASS and the paths of their images below the folder, both sorted.
 
-    Hidden files and folders of tools are left out: .ipynb_checkpoints, ._photo.jpg of macOS, .Trash. So are links
-    that lead back.
+    Hidden files and folders are left out, such as .ipynb_checkpoints, macOS's ._photo.jpg and .Trash, and so are
+    links that lead back.
     """
     root, layout = folder / half, "imagefolder expects DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg"
 

@@ -1,4 +1,4 @@
-"""Decode image files: of a JPEG only the part that is asked for, of anything else all of it.
+"""Decode image files: of a JPEG only the part that is needed, other formats whole.
 
 A random-resized crop uses about half of an image, and decoding is most of its cost. Above and left of a crop,
 libjpeg-turbo can skip the inverse transform, the upsampling and the colour conversion (jpeg_crop_scanline,
@@ -75,7 +75,7 @@ def decode(content: bytes, choose: Callable[[int, int], Box]) -> Tensor:
 
 
 def _to_8_bits(image: Image.Image) -> Image.Image:
-    """Return the upper 8 bits of a 16-bit grey image, and others unchanged: Pillow treats all above 255 as white.
+    """Return the upper 8 bits of a 16-bit grey image: Pillow would make all above 255 white. Others are unchanged.
 
     Raises ValueError for 32-bit values outside of 0 to 255: nothing says which value is white.
     """
@@ -86,11 +86,6 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
         if not 0 <= low <= high <= 255:
             raise ValueError(f"its values of 32 bits are {low} to {high}, not 0 to 255")
     return image
-
-
-def can_decode_parts() -> bool:
-    """Return whether nvImageCodec is installed; without it, Pillow decodes everything whole."""
-    return import_nvimgcodec() is not None
 
 
 def find_part(content: bytes | np.ndarray, choose: Callable[[int, int], Box]) -> tuple[Any, Box] | None:
@@ -135,13 +130,12 @@ def import_nvimgcodec() -> Any:
 def _decoder(pid: int) -> tuple[Any, Any]:
     """Return a decoder for this process (a forked process needs its own) and its settings."""
     codec = import_nvimgcodec()
-    return make_decoder(
-        codec.NVIMGCODEC_DEVICE_CPU_ONLY, 1, codec.BackendKind.CPU_ONLY
-    )  # --workers decode at once
+    # One thread: --workers processes decode at the same time.
+    return make_decoder(codec.NVIMGCODEC_DEVICE_CPU_ONLY, 1, codec.BackendKind.CPU_ONLY)
 
 
 def make_decoder(device: int, threads: int, *kinds: Any) -> tuple[Any, Any]:
-    """Return a decoder on a GPU, or without one, with these kinds of back end, and its settings, as Pillow's."""
+    """Return a decoder with these kinds of back end, and settings that give Pillow's pixels."""
     codec = import_nvimgcodec()
     decoder = codec.Decoder(
         device_id=device,

@@ -49,10 +49,10 @@ FIELDS = {"shard": np.int32, "offset": np.int64, "size": np.int32, "crc": np.uin
 HALVES = ("train", "val")
 
 STORAGE_SEED = 2**63 - 1
-"""Seeds the order of training images in shards, which differs from an epoch's order unless --seed is the same."""
+"""Seeds the order of training images in shards; as a run's --seed, it would give epoch 0 the same order."""
 
 MAX_GAP = 2048
-"""Fewer bytes than this are between two neighbours: padding, the first one's class, the second one's header."""
+"""Neighbours have fewer bytes than this between them: padding, the first one's class, the second one's header."""
 
 Content = bytes | memoryview
 
@@ -74,8 +74,9 @@ class ShardedImages(Images):
         self.labels = self.fields["label"]
         self.files: dict[int, int] = {}
         """Open files, by shard."""
-        self.most_files = max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-        """Most open files: a few terabytes have more shards than a process may open; batches are files, too."""
+        # A few terabytes have more shards than a process may open files, and workers' batches are files, too.
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.most_files = len(shards) if limit == resource.RLIM_INFINITY else max(1, limit // 4)
 
     def path(self, index: int) -> str:
         """Return an image's shard and its offset there, for messages."""
@@ -109,7 +110,7 @@ class ShardedImages(Images):
         return content
 
     def storage_order(self) -> torch.Tensor:
-        """Return the images' indices in the order in which they are stored in the shards: int64, shape (N,)."""
+        """Return the images' indices in the order of the shards: int64, shape (N,)."""
         return torch.from_numpy(np.lexsort((self.fields["offset"].numpy(), self.fields["shard"].numpy())))
 
     def fingerprint(self) -> str:
@@ -133,7 +134,7 @@ class RemoteImages(ShardedImages):
     def __getitems__(self, keys: Keys) -> list[Sample]:
         """Return a batch, and begin to read the next ones; from the first unreadable image on, all are blank.
 
-        Such an image ends the run. To wait for the others, too, could take many times as long as other ranks wait.
+        Such an image ends the run anyway, and waiting for each of the others could take longer than ranks wait.
         """
         wanted = [index for _, index in itertools.chain(keys, keys.ahead)]
         begun = self._begin([index for index in wanted if index not in self.pending])
@@ -243,7 +244,7 @@ def check_sizes(folder: str, shards: dict[str, int], found: Iterator[int]) -> No
 
 
 def parse_index(content: bytes, place: str) -> tuple[dict[str, Any], dict[str, dict[str, np.ndarray]]]:
-    """Return what the index says about the whole and, by half, the arrays of FIELDS.
+    """Return the index's facts about all images and, by half, the arrays of FIELDS.
 
     Raises UserError if it is no index, or an image is outside of its shard, or a shard outside of the folder.
     """
@@ -317,7 +318,7 @@ def pack(source: Path, folder: Path, shard_bytes: int) -> Iterator[tuple[str, in
     arrays: dict[str, Any] = {}
     shards: dict[str, int] = {}
     for half, samples in zip(HALVES, (listing.train, listing.test), strict=True):
-        order = list(range(len(samples)))  # in which evaluation reads val
+        order = list(range(len(samples)))  # evaluation reads val in this order
         if half == "train":
             order = permutation(len(samples), STORAGE_SEED, epoch=0).tolist()
         rows: dict[int, tuple[int, int, int, int, int]] = {}

@@ -1,4 +1,4 @@
-"""What a data set is to a recipe, two splits that yield batches by index; and splits that lie in memory."""
+"""A data set as recipes see it: two splits that yield batches by index. Also splits that are held in memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor
 from recipes.common.task import SKIPPED, Task
 
 EVAL_BATCH_SIZE = 256
-"""Most samples of a pass of an evaluation; if a pass of training has fewer, it has as many: they fit in memory."""
+"""Most samples of an evaluation's pass; it never has more than a pass of training, so they fit in memory."""
 
 CHUNK_VALUES = 2**18
-"""Values that are normalised at a time on a CPU: as float32 they are 1 MB, which stays in its cache."""
+"""Values that are normalised at a time on a CPU: 1 MB of float32, which stays in its cache."""
 
 FINGERPRINT_PIXELS = 2**20
 """At least this many values of a split, evenly spaced, go into its digest, which takes a millisecond."""
@@ -54,7 +54,7 @@ class Split(ABC):
         return []
 
     def storage_order(self) -> Tensor:
-        """Return the samples' indices in the order in which they are stored: int64, shape (N,)."""
+        """Return the samples' indices in storage order: int64, shape (N,)."""
         return torch.arange(len(self))
 
     @abstractmethod
@@ -143,13 +143,9 @@ class Data:
 
 
 class Normalise:
-    """Subtract the mean and divide by the standard deviation.
+    """Subtract the mean and divide by the standard deviation: float32, shape (C,), in units of the raw pixels.
 
-    Args:
-        mean, std: float32, shape (C,), in units of the raw pixels.
-        width: the width of the images.
-        device: the device of the images.
-        channels_last: whether the result is in the channels-last memory format.
+    Images have this `width` and `device`; with `channels_last`, the result is in that memory format.
     """
 
     def __init__(
@@ -164,7 +160,6 @@ class Normalise:
         """Map uint8 (B, H, W, C) to float32 (B, C, H, W)."""
         rows = pixels.flatten(2)
         result = torch.empty(rows.shape, device=pixels.device)
-        # On a CPU, as much at a time as its cache holds.
         at_once = CHUNK_VALUES // rows.shape[1:].numel() if pixels.device.type == "cpu" else len(rows)
         count = max(1, at_once)
         for some, place in zip(rows.split(count), result.split(count), strict=True):
@@ -173,12 +168,7 @@ class Normalise:
 
 
 class MemorySplit(Split):
-    """Samples that are held on the device.
-
-    Args:
-        inputs, targets: tensors whose first dimension counts samples.
-        prepare: turns the selected inputs into a batch.
-    """
+    """Samples that are held on the device; prepare() turns selected inputs into a batch."""
 
     def __init__(
         self, inputs: Tensor, targets: Tensor, prepare: Callable[[Tensor], Tensor] = lambda inputs: inputs
@@ -201,13 +191,7 @@ class MemorySplit(Split):
 
 
 class TensorSplit(MemorySplit):
-    """Images that are held on the device.
-
-    Args:
-        images: uint8, shape (N, C, H, W).
-        labels: int64, shape (N,).
-        mean, std: float32, shape (C,), in units of the raw pixels.
-    """
+    """Images on the device: uint8 (N, C, H, W), with int64 labels (N,); mean and std as for Normalise."""
 
     def __init__(
         self, images: Tensor, labels: Tensor, mean: Tensor, std: Tensor, channels_last: bool = False

@@ -46,12 +46,7 @@ class RefusedError(OSError):
 
 
 class Store(ABC):
-    """A folder on a server.
-
-    Args:
-        url: the folder's URL.
-        timeout_s: longest wait for another rank; all attempts at a read together take less.
-    """
+    """A folder on a server. All attempts at a read together take less than `timeout_s`, --timeout-s."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url, self.attempt_s, self.longest_s = url, timeout_s / 8, timeout_s * 3 / 4
@@ -63,10 +58,7 @@ class Store(ABC):
     def read(
         self, name: str, start: int, end: int, is_packed: Callable[[memoryview], bool] = lambda content: True
     ) -> memoryview:
-        """Return the bytes of a file from start to before end, if they are those that were packed.
-
-        Raises OSError if the server sends no bytes, or others.
-        """
+        """Return the bytes of a file from start to before end; raises OSError unless is_packed() accepts them."""
 
         def read_checked() -> memoryview:
             content = self._read(name, start, end)
@@ -74,7 +66,7 @@ class Store(ABC):
                 raise OSError(errno.EIO, "the server sent other bytes than were packed")
             return content
 
-        # No range request has an empty range: an image of 0 bytes is not asked for.
+        # HTTP has no empty ranges.
         return self._try(read_checked) if end > start else memoryview(b"")
 
     def _try(self, action: Callable[[], Any]) -> Any:
@@ -154,7 +146,7 @@ class HttpStore(Store):
 
 
 def check_answer(response: http.client.HTTPResponse, start: int, end: int) -> int:
-    """Return the file's size if a server's answer is this part of it; raises OSError if not."""
+    """Return the file's size if a server's answer is the part that was asked for; raises OSError if not."""
     answer = f"the server answered {response.status} {printable(response.reason)}"
     if response.status in RETRY_STATUSES:
         raise OSError(errno.EIO, answer)
@@ -254,7 +246,7 @@ def begin(action: Callable[[], Any]) -> Future[Any]:
 
 @functools.cache
 def start_readers() -> SimpleQueue[tuple[Future[Any], Callable[[], Any]]]:
-    """Start the threads that read, and return their queue; they are daemons, so that a process ends meanwhile."""
+    """Start the threads that read, and return their queue; as daemons, they do not keep the process alive."""
     queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
 
     def serve() -> NoReturn:

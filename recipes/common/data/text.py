@@ -63,10 +63,8 @@ def load_text(args: Options, device: torch.device) -> Data:
     def split(files: list[bytes], name: str) -> TextSplit:
         text = b"".join(content + SEPARATOR for content in files)
         if len(text) <= args.seq_len:
-            raise UserError(
-                f"--data text: the {name} files below {folder} hold {len(text)} bytes, too few for --seq-len "
-                f"{args.seq_len}; add files, or use at most --seq-len {len(text) - 1}"
-            )
+            what = f"the {name} files below {folder} hold {len(text)} bytes, too few for --seq-len {args.seq_len}"
+            raise UserError(f"--data text: {what}; add files, or use at most --seq-len {len(text) - 1}")
         return TextSplit(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device), args.seq_len)
 
     tokens = Spec((args.seq_len,), torch.int64)
@@ -80,9 +78,8 @@ def read_files(folder: Path, suffix: str = "") -> list[tuple[str, bytes]]:
     """
 
     def refuse(error: OSError) -> None:
-        raise UserError(
-            f"--data text: cannot read {error.filename} ({error.strerror}); give a folder of text by --data-dir"
-        )
+        what = f"cannot read {error.filename} ({error.strerror})"
+        raise UserError(f"--data text: {what}; give a folder of text by --data-dir")
 
     found = []
     try:
@@ -98,7 +95,7 @@ def read_files(folder: Path, suffix: str = "") -> list[tuple[str, bytes]]:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether there is a file; raises OSError if that is unknown, unlike Python 3.14's Path.is_file()."""
+    """Return whether this is a file; raises OSError if that is unknown, unlike Python 3.14's Path.is_file()."""
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except OSError as error:
@@ -114,11 +111,9 @@ def split_files(files: list[tuple[str, bytes]], folder: Path) -> tuple[list[byte
     file with most of the bytes is for training. Raises UserError if there are fewer than 2 files.
     """
     if len(files) < 2:
-        raise UserError(
-            f"--data text: {folder} holds {len(files)} text files; at least 2 are needed, 1 for the test"
-        )
+        what = f"{folder} holds {len(files)} text files"
+        raise UserError(f"--data text: {what}; at least 2 are needed, 1 for the test")
     total = sum(len(content) for _, content in files)
-    wanted = TEST_SHARE * total
     test: set[str] = set()
     size = 0
 
@@ -126,10 +121,9 @@ def split_files(files: list[tuple[str, bytes]], folder: Path) -> tuple[list[byte
         return 2 * len(file[1]) > total, zlib.crc32(file[0].encode(errors="surrogateescape"))
 
     for path, content in sorted(files, key=order):
-        if (size >= wanted and test) or len(test) == len(files) - 1:
+        if (size >= TEST_SHARE * total and test) or len(test) == len(files) - 1:
             break
         test.add(path)
         size += len(content)
-    return [content for path, content in files if path not in test], [
-        content for path, content in files if path in test
-    ]
+    train = [content for path, content in files if path not in test]
+    return train, [content for path, content in files if path in test]

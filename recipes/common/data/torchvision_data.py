@@ -66,8 +66,7 @@ def _one_process_at_a_time(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
-            raise UserError(
-                f"--download: cannot lock {lock.name}: {error.strerror} (Lustre without the mount option flock?); "
-                "download once without a job, on a local disk, and copy the files there"
-            ) from None
+            what = f"cannot lock {lock.name}: {error.strerror} (Lustre without the mount option flock?)"
+            fix = "download once without a job, on a local disk, and copy the files there"
+            raise UserError(f"--download: {what}; {fix}") from None
         yield

@@ -55,13 +55,7 @@ class SeededSamples(Dataset[Any]):
     raises an error, differs from the first in shape or dtype, or has an invalid number, the first is returned in
     its place, with one line on what is wrong: its rank has to stop together with the others.
 
-    Args:
-        samples: the indexable.
-        first: its first sample.
-        numbers: the valid classes or tokens.
-        what: its name in messages.
-        seed: --seed.
-        is_train: whether samples differ between epochs.
+    `what` is the indexable's name in messages; with `is_train`, samples differ between epochs.
     """
 
     def __init__(self, samples: Any, first: Batch, numbers: Numbers, what: str, seed: int, is_train: bool) -> None:
@@ -113,19 +107,7 @@ def load_user_data(args: Options, device: torch.device, on_fault: Callable[[User
     """
     what = f"--data {args.data}"
     found = call_user_code(what, import_user_code("--data", args.data))
-    fix = f'return {{"train": ..., "test": ..., "target": one of {", ".join(KINDS)}, "num_classes": N}}'
-    if missing := [key for key in ("train", "test", "target") if not isinstance(found, dict) or key not in found]:
-        raise UserError(f"{what} returned {name_of(found)} without {missing[0]!r}; {fix}")
-    kind, num_classes = found["target"], found.get("num_classes")
-    if isinstance(num_classes, np.integer):  # such as labels.max() + 1
-        num_classes = int(num_classes)
-    if kind not in KINDS:
-        raise UserError(f"{what}: unknown target {kind!r}{nearest(str(kind), KINDS)}; {fix}")
-    if kind != "values" and (not isinstance(num_classes, int) or num_classes < 1):
-        fix = "give the number of classes or different tokens"
-        raise UserError(f'{what}: "num_classes" is {num_classes!r}; {fix}')
-    if kind == "bytes" and num_classes != 256:
-        raise UserError(f'{what}: bytes have 256 values; set "num_classes" to 256, or "target" to "tokens"')
+    kind, num_classes = _target_of(found, what)
     halves = {half: _without_graph(f"{what}: {half!r}", found[half]) for half in ("train", "test")}
     first = {half: _first_sample(f"{what}: {half!r}", samples) for half, samples in halves.items()}
     ours, theirs = _specs(*first["train"]), _specs(*first["test"])
@@ -151,6 +133,24 @@ def load_user_data(args: Options, device: torch.device, on_fault: Callable[[User
         return MemorySplit(*(tensor.to(device) for tensor in samples))
 
     return Data(split("train"), split("test"), inputs, targets, num_classes, kind)
+
+
+def _target_of(found: Any, what: str) -> tuple[str, Any]:
+    """Return "target" and "num_classes" of what a user's function has returned; raises UserError."""
+    fix = f'return {{"train": ..., "test": ..., "target": one of {", ".join(KINDS)}, "num_classes": N}}'
+    if missing := [key for key in ("train", "test", "target") if not isinstance(found, dict) or key not in found]:
+        raise UserError(f"{what} returned {name_of(found)} without {missing[0]!r}; {fix}")
+    kind, num_classes = found["target"], found.get("num_classes")
+    if isinstance(num_classes, np.integer):  # such as labels.max() + 1
+        num_classes = int(num_classes)
+    if kind not in KINDS:
+        raise UserError(f"{what}: unknown target {kind!r}{nearest(str(kind), KINDS)}; {fix}")
+    if kind != "values" and (not isinstance(num_classes, int) or num_classes < 1):
+        fix = "give the number of classes or different tokens"
+        raise UserError(f'{what}: "num_classes" is {num_classes!r}; {fix}')
+    if kind == "bytes" and num_classes != 256:
+        raise UserError(f'{what}: bytes have 256 values; set "num_classes" to 256, or "target" to "tokens"')
+    return kind, num_classes
 
 
 def _are_tensors(samples: Any) -> bool:

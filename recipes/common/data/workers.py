@@ -1,7 +1,7 @@
-"""Worker processes that decode for a rank: they come from a fork server, and stop signals are not meant for them.
+"""Worker processes that decode for a rank: a fork server starts them, and they block the stop signals.
 
-A rank is not forked: at that moment, one of its threads (checkpoints, pinned memory, network) may hold a lock of
-the C library, which would stay locked in the worker forever (https://github.com/pytorch/pytorch/issues/130610).
+A fork of the rank itself could hang: one of its threads (checkpoints, pinned memory, network) may hold a lock of
+the C library, which then stays locked in the worker (https://github.com/pytorch/pytorch/issues/130610).
 
 Slurm may send USR1 and TERM, "write a checkpoint, then exit", to every process of a job. A worker killed by them
 would end its rank before there is a checkpoint. So workers block these signals, and end when their rank ends.
@@ -72,7 +72,7 @@ def start_tracker() -> None:
 
 @functools.cache
 def start_server() -> BaseContext:
-    """Start the fork server, which takes as long as importing torch; return the context that starts workers."""
+    """Start the fork server, which has to import torch; return the context that starts workers."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["recipes.common.data.imagefolder"])
     # After a rank was killed, the tracker removes what workers shared with it. It need not warn about that.
@@ -81,7 +81,7 @@ def start_server() -> BaseContext:
     choose_socket_folder()
     with _blocked(*STOP_SIGNALS):  # the workers that it starts inherit this
         forkserver.ensure_running()
-    # Runs at the rank's exit before multiprocessing sends TERM to workers, which they block, and waits for them.
+    # At the rank's exit, this runs before multiprocessing sends TERM to the workers, which block it, and waits.
     util.Finalize(None, _kill_all, exitpriority=100)
     return context
 
@@ -98,7 +98,7 @@ def _kill_all() -> None:
 
 @contextlib.contextmanager
 def without_main() -> Iterator[None]:
-    """Keep processes that are started here from importing the main module: the recipe, and all that it imports."""
+    """Keep processes that are started here from importing the main module, which is the recipe."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -108,7 +108,7 @@ def without_main() -> Iterator[None]:
 
 
 def end_with_rank(worker_id: int) -> None:
-    """End this worker when its rank has ended; the loader's own check takes the fork server for the rank."""
+    """End this worker when its rank has ended; the loader's own check would watch the fork server instead."""
     rank = multiprocessing.parent_process()
     assert rank
 
@@ -123,7 +123,7 @@ def end_with_rank(worker_id: int) -> None:
 def bounded(seconds: float) -> Iterator[None]:
     """Raise a WorkerError if a wait for workers takes longer than `seconds`, or one of them has died.
 
-    All ranks may wait for the same file system: then none of them is in a collective, which would time out.
+    No other time-out may apply: if all ranks wait for the same file system, none of them is in a collective.
     """
     place = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}"
 
@@ -140,11 +140,11 @@ def bounded(seconds: float) -> Iterator[None]:
         reason = (str(error) or type(error).__name__).split("\n")[0]
         fix = "lower --workers, then add --resume auto"
         if "shared memory" in str(error):
-            fix = f"enlarge /dev/shm (docker run --shm-size), or {fix}"
-            raise WorkerError(f"{place} has no shared memory left for its workers' samples; {fix}") from error
+            what = f"{place} has no shared memory left for its workers' samples"
+            raise WorkerError(f"{what}; enlarge /dev/shm (docker run --shm-size), or {fix}") from error
         if isinstance(error, RuntimeError) and "exited unexpectedly" not in reason:
             raise
-        # The other kinds: a worker that was killed no longer hands over the samples that it had read.
+        # The other errors come from a worker that was killed before it handed over its samples.
         raise WorkerError(f"{place} lost a worker ({reason}); is memory short? {fix}") from error
     finally:
         signal.setitimer(signal.ITIMER_REAL, left_s)
@@ -182,7 +182,7 @@ class Sample(NamedTuple):
     fault: str = ""
     """Why the sample could not be read, if this one is a substitute for it."""
     is_damaged: bool = False
-    """Whether it was read and is no image: --skip-bad-images may skip it. If not, the fault says what to do."""
+    """Whether it was read but is no image, which --skip-bad-images may skip. Other faults say what to do."""
 
 
 class Keys(list[tuple[int, int]]):
@@ -248,7 +248,7 @@ class LoadedSplit(Split):
         return str(self.dataset.fingerprint())
 
     def storage_order(self) -> Tensor:
-        """Return the samples' indices in the order in which they are stored: int64, shape (N,)."""
+        """Return the samples' indices in storage order: int64, shape (N,)."""
         return self.dataset.storage_order()
 
     def take_warnings(self, train_s: float) -> list[str]:

@@ -1,4 +1,4 @@
-"""Batch norm whose statistics are those of groups of the global batch, the same at every number of processes.
+"""Batch norm with statistics over groups of the global batch, the same at every number of processes.
 
 Each rank has whole groups (see loop.py), so training exchanges nothing; the running statistics of the ranks are
 averaged before an evaluation and before a checkpoint. Small groups, known as ghost batch norm, also regularise:
@@ -27,7 +27,8 @@ class GroupBatchNorm(_BatchNorm):
     """Batch norm that uses, in training, the statistics of each group of consecutive samples.
 
     A step updates the running statistics once, by the mean of its groups: R <- (1 - m) R + m/k (S_1 + ... + S_k).
-    This is linear in the groups: the mean of the ranks' statistics equals that of one process with all groups.
+    This is linear in the groups: the mean of the ranks' statistics equals the statistics of one process with all
+    groups.
     """
 
     group_size: int
@@ -54,7 +55,7 @@ class GroupBatchNorm(_BatchNorm):
         if m is None:  # torch's cumulative average
             m = 1 / float(self.num_batches_tracked) if self.num_batches_tracked is not None else 0.0
         # The i-th of k groups (from 0) gets the weight a_i = m / (k - (k - 1 - i) m). After the last group, the
-        # weight of every group is m/k, and that of the old statistics 1 - m: batch_norm() itself forms the mean.
+        # weight of every group is m/k, and the old statistics have 1 - m: batch_norm() itself forms the mean.
         k, i = self.groups_per_step, self.groups_done
         weight = m / (k - (k - 1 - i) * m)
         self.groups_done = (i + 1) % k
@@ -64,7 +65,7 @@ class GroupBatchNorm(_BatchNorm):
 
 
 def plain_layers(model: nn.Module) -> Iterator[_BatchNorm]:
-    """Yield the batch-norm layers whose statistics are those of whatever batch they get."""
+    """Yield the batch-norm layers that normalise by whatever batch they get."""
     for module in model.modules():
         if isinstance(module, _BatchNorm) and not isinstance(module, GroupBatchNorm | nn.SyncBatchNorm):
             yield module
@@ -108,21 +109,21 @@ def sync_batch_norm(model: nn.Module, peers: Peers) -> nn.Module:
 
 def check_groups(model: nn.Module, args: Options) -> None:
     """Raise UserError if --batchnorm-group is given and the model has no batch norm, or as check_forward()."""
-    flag = f"--batchnorm-group {args.batchnorm_group}"
-    if args.batchnorm_group and not any(plain_layers(model)):
-        raise UserError(f"{flag}: --model {args.model} has no batch norm; drop it")
     if args.batchnorm_group:
+        flag = f"--batchnorm-group {args.batchnorm_group}"
+        if not any(plain_layers(model)):
+            raise UserError(f"{flag}: --model {args.model} has no batch norm; drop it")
         check_forward(model, flag)
 
 
 def check_forward(model: nn.Module, flag: str) -> None:
-    """Raise UserError if a batch norm has more in its forward() than torch's, such as timm's with an activation.
+    """Raise UserError if a batch norm's forward() does more than torch's, such as timm's with an activation.
 
-    A layer that computes other statistics in its place would leave that out.
+    A layer that replaces it, with other statistics, would leave that out.
     """
     if layer := own_forward(model):
-        what = f"{layer}, whose forward() is not that of torch's batch norm"
-        raise UserError(f"{flag}: {what}; use torch's, with what follows it as a layer, or drop the option")
+        fix = "use torch's, with what follows it as a layer, or drop the option"
+        raise UserError(f"{flag}: {layer}, whose forward() is not that of torch's batch norm; {fix}")
 
 
 def own_forward(model: nn.Module) -> str:
@@ -136,9 +137,9 @@ def own_forward(model: nn.Module) -> str:
 
 @contextlib.contextmanager
 def checked_rows(model: nn.Module, args: Options, count: int) -> Iterator[None]:
-    """With --batchnorm-group, check in a forward pass of `count` samples that each row of batch norm is a sample.
+    """With --batchnorm-group, check in a forward pass of `count` samples that batch norm gets a row per sample.
 
-    Raises UserError in the pass, as in one that flattens (B, T, C) to (B * T, C).
+    Raises UserError in the pass otherwise, as in one that flattens (B, T, C) to (B * T, C).
     """
 
     def check(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -186,17 +187,15 @@ def warning(model: nn.Module, args: Options, batch_parts: int) -> str:
         way = "recipes/README.md says how they can be the same at every number"
     if layer := own_forward(model):
         way = f"{layer}, and --batchnorm-group takes only torch's batch norm"
-    return (
-        f"warning: batch norm normalises each of {batch_parts} parts of the batch by itself, so losses depend on "
-        f"the number of processes; {way}"
-    )
+    what = f"batch norm normalises each of {batch_parts} parts of the batch by itself"
+    return f"warning: {what}, so losses depend on the number of processes; {way}"
 
 
 def check_parts(model: nn.Module, args: Options, batch_parts: int, data: Data, least: int | None = None) -> None:
-    """Raise UserError if some parts of the batch have one sample and batch norm refuses it.
+    """Raise UserError if some parts of the batch have one sample, which batch norm refuses.
 
-    It does where a channel of a sample has one value. `batch_parts`: as for warning(). `least`: the samples of the
-    smallest part (default: parts are as even as possible).
+    It refuses a single value per channel. `batch_parts`: as for warning(). `least`: the samples of the smallest
+    part (default: parts are as even as possible).
     """
     least = args.global_batch_size // batch_parts if least is None else least
     if least >= 2 or args.sync_batchnorm or not any(plain_layers(model)):
@@ -211,9 +210,7 @@ def check_parts(model: nn.Module, args: Options, batch_parts: int, data: Data, l
             if device.type == "meta":  # there, code that reads a number, as by item(), cannot run
                 return
             raise
-        parts = f"{args.global_batch_size} is {batch_parts} parts, some of one sample"
+        what = f"--global-batch-size {args.global_batch_size} is {batch_parts} parts, some of one sample"
         is_small = args.global_batch_size < 2 * batch_parts
         fix = f"give at least {2 * batch_parts}" if is_small else f"give a multiple of {batch_parts}"
-        raise UserError(
-            f"--global-batch-size {parts}, and batch norm of --model {args.model} needs two; {fix}"
-        ) from None
+        raise UserError(f"{what}, and batch norm of --model {args.model} needs two; {fix}") from None

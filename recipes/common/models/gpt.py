@@ -34,7 +34,7 @@ class GPT(nn.Module):
         self.head = TiedHead(self.embedding.weight)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                # GPT-2: 2 * depth layers add to the residual stream, whose variance should stay that of one layer.
+                # GPT-2: 2 * depth layers add to the residual stream, which should keep the variance of one layer.
                 is_residual = name.endswith(("attention.project.weight", "mlp.2.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * depth) if is_residual else 0.02)
 

@@ -13,7 +13,7 @@ FLATTENED_BEFORE = {"ResNet": "fc", "VGG": "classifier", "AlexNet": "classifier"
 def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return a model as a sequence: applying the modules in order equals model(images).
 
-    The names are those of the whole model: layer "layer1.0" holds the parameters "layer1.0.conv1.weight", ...
+    The names are the whole model's: layer "layer1.0" holds the parameters "layer1.0.conv1.weight", ...
 
     Raises UserError if the model's forward() is more than a sequence of its parts.
     """
@@ -24,10 +24,9 @@ def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     flattened_before = FLATTENED_BEFORE.get(family) if is_torchvisions else None
     if not is_sequence and not flattened_before:
         known = "lenet, vit-tiny, gpt-tiny, gpt-small, resnet*, resnext*, wide_resnet*, vgg* and alexnet"
-        raise UserError(
-            f"a {family} is not a plain sequence of layers and cannot be split; --model may be {known}, or your "
-            "own that applies its children in order and has is_sequence = True"
-        )
+        own = "your own that applies its children in order and has is_sequence = True"
+        what = f"a {family} is not a plain sequence of layers and cannot be split"
+        raise UserError(f"{what}; --model may be {known}, or {own}")
     sequence: list[tuple[str, nn.Module]] = []
     for name, child in model._modules.items():  # named_children() leaves out a module that occurs again
         if child is None:

@@ -75,10 +75,8 @@ GPTS = {
 def build_model(args: Options, data: Data, device: torch.device = CPU) -> nn.Module:
     """Return --model on the CPU, with weights drawn from --seed: the same on every rank.
 
-    `device` is where it will run.
-
     Raises UserError if torchvision does not have the name (with the nearest one), the model does not accept the
-    data, or the user's code does not fit together.
+    data, or the user's code does not fit together. `device` is where the model will run.
     """
     model = make_model(args, data)
     if args.has_user_code:

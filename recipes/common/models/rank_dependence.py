@@ -1,4 +1,4 @@
-"""What makes a run's losses depend on the number of processes, and the warnings of it."""
+"""What makes a run's losses depend on the number of processes, and the warnings about it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def warnings_before_training(job: Job) -> Iterator[str]:
     model = job.model
     mixes_samples = job.batch_parts > 1 and getattr(model, "mixes_samples", False)
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    # With --batchnorm-group, no batch norm does (a pipeline groups its parts' layers, not those of job.model).
+    # With --batchnorm-group, no batch norm does (a pipeline groups its parts' layers, not job.model's).
     if layers and not job.args.batchnorm_group:
         from recipes.common.models import batchnorm
 
@@ -40,7 +40,7 @@ def warnings_before_training(job: Job) -> Iterator[str]:
 
 
 def dropout_warning(model: nn.Module) -> str:
-    """Return a warning if dropout makes the losses of several ranks differ from those of one, else ""."""
+    """Return a warning if dropout makes the losses depend on the number of ranks, else ""."""
     if not any(map(draws_random_numbers, model.modules())):
         return ""
     return "warning: dropout draws other numbers on each rank, so losses depend on the number of processes"
@@ -54,7 +54,7 @@ def draws_random_numbers(module: nn.Module) -> bool:
 
 
 def max_norm_warning(model: nn.Module) -> str:
-    """Return a warning if an embedding scales the rows it looks up, on each rank those of its share; else ""."""
+    """Return a warning if an embedding scales the rows that it looks up, which differ between ranks; else ""."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             what = f"{name or 'your model'} has max_norm, by which each rank scales the rows of its own samples"

@@ -24,9 +24,8 @@ def build_torchvision_model(name: str, others: Sequence[str], data: Data) -> nn.
     """
     names = models.list_models(module=models)
     if name not in names:
-        raise UserError(
-            f"--model: torchvision has no classification model {name!r}{nearest(name, [*others, *names])}"
-        )
+        hint = nearest(name, [*others, *names])
+        raise UserError(f"--model: torchvision has no classification model {name!r}{hint}")
     settings: dict[str, object] = {"num_classes": data.num_classes}
     if name.startswith("vit_"):
         settings["image_size"] = data.image_size

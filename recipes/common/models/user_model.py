@@ -57,8 +57,8 @@ Check = Callable[[nn.Module, Options, Data], None]
 def check_on(device: torch.device, check: Check, model: nn.Module, args: Options, data: Data) -> None:
     """Run a check on the CPU and, if the model does not pass there, on the device where it will run.
 
-    So a model that needs a GPU passes, as for some attention kernels, and so does one that is too large for a GPU
-    as a whole. The model is on the CPU afterwards. Raises the UserError of the device.
+    So a model passes that needs a GPU, as for some attention kernels, or that is too large for a GPU as a whole.
+    The model is on the CPU afterwards. Raises the UserError of the device.
     """
     try:
         check(model, args, data)
@@ -162,8 +162,8 @@ def run_seeded(model: Callable[[Tensor], Any], inputs: Tensor) -> Any:
 def mixes_samples(model: Callable[[Tensor], Any], inputs: Tensor, output: Tensor) -> bool:
     """Return whether the output for the first sample depends on the others; `output` is run_seeded()'s, in eval().
 
-    It does with an nn.LSTM without batch_first=True, which takes the batch for time. rank_dependence.py warns.
-    False if that cannot be seen: a forward() that returns something else when it is repeated, or fails here.
+    An nn.LSTM without batch_first=True, for example, takes the batch for time; rank_dependence.py warns. False if
+    this cannot be seen, because forward() returns something else when it is repeated, or fails here.
 
     Raises UserError if the model does.
     """
@@ -183,9 +183,9 @@ def mixes_samples(model: Callable[[Tensor], Any], inputs: Tensor, output: Tensor
 
 
 def check_sums(what: str, task: Task, output: Tensor, targets: Tensor) -> None:
-    """Raise UserError if the loss or a metric of some samples is not the sum of each one's.
+    """Raise UserError if the loss or a metric of several samples is not the sum of the single samples' values.
 
-    Many metrics of an untrained model are 0: they are also computed for an output that predicts the targets.
+    Many metrics of an untrained model are 0, so all are also computed for an output that predicts the targets.
     """
     pairs = call_user_code(what, sums_of, task, output, targets)
     with contextlib.suppress(Exception):  # the task may take no such output
@@ -201,7 +201,7 @@ def check_sums(what: str, task: Task, output: Tensor, targets: Tensor) -> None:
 
 
 def sums_of(task: Task, output: Tensor, targets: Tensor) -> list[tuple[float, float]]:
-    """Return the loss and each metric of all samples, each with the sum of those of single samples."""
+    """Return the loss and each metric of all samples together, each with the sum over single samples."""
 
     def values(rows: slice) -> Tensor:
         some = output[rows], targets[rows]
@@ -213,7 +213,7 @@ def sums_of(task: Task, output: Tensor, targets: Tensor) -> list[tuple[float, fl
 
 
 def exact_output(output: Tensor, targets: Tensor) -> Tensor:
-    """Return an output like this one that predicts the targets: their values, or as large a logit as any other.
+    """Return an output like this one that predicts the targets: their values, or the largest logits for them.
 
     Raises any error if the targets are neither classes nor of the output's shape.
     """

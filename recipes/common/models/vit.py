@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+WIDTH, DEPTH, HEADS = 64, 6, 4
+
 
 class VisionTransformer(nn.Module):
     """A small vision transformer for square images of any size: at most 8 x 8 patches, pre-norm blocks.
@@ -17,20 +19,17 @@ class VisionTransformer(nn.Module):
 
     is_sequence = True
 
-    def __init__(
-        self, channels: int, image_size: int, num_classes: int, width: int = 64, depth: int = 6, heads: int = 4
-    ) -> None:
+    def __init__(self, channels: int, image_size: int, num_classes: int) -> None:
         super().__init__()
-        self.embedding = PatchEmbedding(channels, image_size, width)
-        self.blocks = nn.Sequential(
-            *(
-                nn.TransformerEncoderLayer(
-                    width, heads, 2 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
-                )
-                for _ in range(depth)
+        self.embedding = PatchEmbedding(channels, image_size, WIDTH)
+        blocks = [
+            nn.TransformerEncoderLayer(
+                WIDTH, HEADS, 2 * WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
             )
-        )
-        self.head = nn.Sequential(MeanToken(), nn.LayerNorm(width), nn.Linear(width, num_classes))
+            for _ in range(DEPTH)
+        ]
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Sequential(MeanToken(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, num_classes))
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images (B, C, S, S) to logits (B, num_classes)."""

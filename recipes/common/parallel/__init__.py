@@ -1,1 +1,1 @@
-"""What several techniques share: DDP's buckets, weights that ranks hold in shards, gathering for a checkpoint."""
+"""What several techniques share: DDP's buckets, weights that ranks hold in shards, groups of ranks."""

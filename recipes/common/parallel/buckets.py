@@ -22,9 +22,14 @@ NO_BUFFER_SYNC: dict[str, Any] = {
 }
 """The argument that stops DistributedDataParallel from broadcasting buffers; newer torch has renamed it."""
 
+FIX_MISSING = "set requires_grad to False if it is never used, or use RECIPE=horovod if ranks use different ones"
+"""What to do about a parameter without a gradient."""
+
+Named = Sequence[tuple[str, nn.Parameter]]
+"""Parameters with their names."""
 
 REFUSED_TYPES = {"Invalid scalar type": "gloo", "data type is not supported for NCCL": "NCCL"}
-"""Phrases in the errors about a type that a backend cannot send: a RuntimeError of gloo, a TypeError of NCCL."""
+"""Phrases in errors about a type that a backend cannot send: gloo's RuntimeError, NCCL's TypeError."""
 
 
 def wrap_in_ddp(module: nn.Module, args: Options, **settings: Any) -> DistributedDataParallel:
@@ -62,14 +67,6 @@ def settle_buckets(ddp: nn.Module, data: Data, device: torch.device) -> None:
     ddp.zero_grad()
 
 
-FIX_MISSING = "set requires_grad to False if it is never used, or use RECIPE=horovod if ranks use different ones"
-"""What to do about a parameter without a gradient."""
-
-
-Named = Sequence[tuple[str, nn.Parameter]]
-"""Parameters with their names."""
-
-
 def trained(module: nn.Module) -> Named:
     """Return the parameters that training changes."""
     named = ((name.removeprefix("module."), parameter) for name, parameter in module.named_parameters())
@@ -77,7 +74,7 @@ def trained(module: nn.Module) -> Named:
 
 
 def missing_gradients(parameters: Named) -> list[str]:
-    """Return the names of those that have no gradient."""
+    """Return the names of the parameters without a gradient."""
     return [name for name, parameter in parameters if parameter.grad is None]
 
 

@@ -22,7 +22,7 @@ from recipes.common.world.peers import Peers
 from recipes.common.world.tree import Slot
 
 Boxes = Callable[[str | None, Box], list[Box]]
-"""Returns the boxes of the unsplit model's parameter that a rank's shard covers: (name, the shard's box here)."""
+"""Maps a parameter's name and the box of a rank's shard to the boxes that the shard has in the unsplit model."""
 
 
 def update(job: Job, check: Callable[[Sequence[Tensor]], bool]) -> None:
@@ -127,13 +127,11 @@ def is_written_here(tensor: Tensor, rank: int) -> bool:
     if not isinstance(tensor, DTensor):
         return rank == 0
     mesh = tensor.device_mesh
-    return all(
-        placement.is_shard() or mesh.get_local_rank(i) == 0 for i, placement in enumerate(tensor.placements)
-    )
+    return all(kind.is_shard() or mesh.get_local_rank(i) == 0 for i, kind in enumerate(tensor.placements))
 
 
 def own_box(tensor: Tensor) -> Box:
-    """Return this rank's part of a tensor: with n rows over m ranks, each has ceil(n / m), the last ones fewer."""
+    """Return this rank's part of a tensor: of n rows, each of m ranks has ceil(n / m), the last ones fewer."""
     box = [(0, size) for size in tensor.shape]
     if isinstance(tensor, DTensor):
         for i, placement in enumerate(tensor.placements):
@@ -148,11 +146,9 @@ def own_box(tensor: Tensor) -> Box:
 def read_shards(
     model: nn.Module, content: dict[str, Any], boxes: Boxes = lambda name, box: [box]
 ) -> dict[str, Any]:
-    """Return a sharded checkpoint's content with the parts of tensors that this rank holds, read from the files.
+    """Return a sharded checkpoint's content with this rank's parts of tensors, read from the files.
 
-    The content of any other checkpoint is returned unchanged.
-
-    Raises UserError if a file cannot be read.
+    Any other checkpoint's content is returned unchanged. Raises UserError if a file cannot be read.
     """
     if "shards" not in content:
         return content
@@ -178,8 +174,8 @@ def map_states(
 ) -> dict[str, Any]:
     """Return a checkpoint's content in which change(name, value) replaces each weight and each optimizer state.
 
-    The name is the weight's, or that of the parameter to which the state belongs (None: the model has no such
-    parameter). A tied weight is changed once, under its first name.
+    The name of a state is its parameter's (None: the model has no such parameter). A tied weight is changed once,
+    under its first name.
     """
     names = {number: name for number, (name, _) in enumerate(model.named_parameters())}
     first_names: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""How a recipe's process ends: its exit status, and one line in place of a traceback where that says more."""
+"""How a recipe's process ends: its exit status, and one line in place of a traceback if the line says more."""
 
 from __future__ import annotations
 
@@ -60,20 +60,15 @@ def run_main(main: Callable[[], object]) -> int:
     """Run main() and return the exit status; turn a UserError into one line on standard error and its status.
 
     All ranks end with the same status, but only rank 0 prints: a recipe shares an error of one rank with all ranks
-    before it raises it. Before the ranks have met, rank 0 may not have the error: the first rank of each other
-    node then prints it, too, unless its launcher ends it first because rank 0 has ended. Of ranks that have the
-    same error without sharing it, one prints it.
+    before it raises it. Before the ranks have met, rank 0 may not have the error: then the first rank of each
+    other node prints it, too, unless its launcher ends it first. Of ranks that have the same error without sharing
+    it, one prints it.
 
-    A lost connection to another rank is reported in one line, too, with status 1. That rank reports its own error,
-    and a traceback through the collective that noticed it would add nothing. If a rank does not answer within
-    --timeout-s, the report names it and where all others wait for it: see watch.py.
-
-    A GPU without memory is one line, too: most often all ranks run out of it in the same step.
-
-    Torch's 300,000 objects never become garbage. Freezing them saves 0.1 s in each garbage collection: a rank
-    needs 1 s less CPU time to start and to end.
+    A lost connection to another rank and a GPU without memory are also reported in one line, with status 1: the
+    lost rank reports its own error, and all ranks mostly run out of memory in the same step. If a rank does not
+    answer within --timeout-s, the report names it and where the others wait for it: see watch.py.
     """
-    gc.freeze()
+    gc.freeze()  # torch's 300,000 objects, which are never garbage: saves a rank 1 s of CPU time
     adjust_output()
     try:
         main()
@@ -82,7 +77,7 @@ def run_main(main: Callable[[], object]) -> int:
     except RuntimeError as error:
         if text := unrepeatable(_said(error)):
             return _refuse(UserError(text, on_one_rank=True))
-        is_full = type(error).__name__ == "OutOfMemoryError"  # torch's, which need not be imported for that
+        is_full = type(error).__name__ == "OutOfMemoryError"  # torch's; this file does not import torch
         if not _explain(error, is_full):
             raise
         _end_now(1, MEMORY_GRACE_S if is_full else CHECKPOINT_GRACE_S)
@@ -158,7 +153,7 @@ def wait_for_rank_0(status: int, shares: int = 1) -> None:
 
 
 def _lack_of_memory(said: str) -> str:
-    """Return a one-line reason for an error that says, in torch's words, how much was tried and what is free."""
+    """Return torch's message about a full GPU as one line: how much was asked for, what is free, and the fix."""
     facts = said.split("\n")[0].removeprefix("CUDA out of memory. ").split(". ")
     fix = "use a smaller --global-batch-size, more --accumulate-steps or processes, or --amp bf16"
     return f"has no GPU memory left ({'. '.join(facts[:2])}); {fix}"

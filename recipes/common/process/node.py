@@ -1,4 +1,4 @@
-"""One node's part in a job, for whatever starts ranks: its place, the way to node 0, and whom to name at the end.
+"""One node's part in a job: its place, the connection to node 0, and which failed rank to blame at the end.
 
 scripts/launch/agent.py and recipes/spawn use it. It imports nothing heavy, so that a launcher handles signals at
 once.
@@ -79,7 +79,7 @@ def check_port(port: int) -> None:
 def wait_for_head(node: Node, store: str = "") -> str:
     """Wait until node 0, or an elastic job's store (host:port), answers; return this node's address for others.
 
-    It is the address from which this node connects; for the loopback, on node 0's own machine, it is MASTER_ADDR.
+    This node connects from that address; if it is the loopback, on node 0's own machine, MASTER_ADDR is returned.
 
     Raises:
         MissingNodeError: node 0 does not answer in time.
@@ -111,13 +111,11 @@ class Failure(NamedTuple):
 
 
 def status_of(failures: dict[int, Failure], is_script: bool = False, left: Sequence[int] = ()) -> int:
-    """Return a node's exit status from those of its failed ranks; print which rank is to blame unless they have.
-
-    `left` are the ranks that ended with status 0. Those that fail may do so because they have lost such a rank.
+    """Return a node's exit status; print which of its failed ranks is to blame, unless the ranks have done so.
 
     A UserError takes precedence, then a port that was taken, then a hang: each of them has printed its own line,
     unless the ranks are a user's script. A rank killed by a signal comes before ranks that ended with an error,
-    which mostly have lost the killed rank.
+    which mostly have lost the killed rank. They may also have lost one of `left`, which ended with status 0.
     """
     for spoken in (USAGE_STATUS, PortTakenError.status, HANG_STATUS):
         if speakers := {rank: failure for rank, failure in failures.items() if failure.status == spoken}:

@@ -17,9 +17,9 @@ OTHER_FILES = 128
 
 
 def allow_connections(count: int, what: str = "") -> None:
-    """Let this process open so many connections: raise its soft limit, as far as it may.
+    """Let this process open so many connections: raise its soft limit up to the hard one.
 
-    Raises UserError if it may not open them, and serves a store to `what`: those that find no place would wait
+    If it serves a store to `what`, raises UserError if that is not enough: clients without a connection would wait
     until their time-out, and blame the network.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -33,9 +33,7 @@ _is_polling = False
 def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
     """Send this process a signal when its parent ends, by default one that cannot be blocked.
 
-    Args:
-        parent: the parent's process id, if known; if another process is the parent now, it has already ended.
-        number: the signal.
+    `parent` is the parent's process id, if known: if another process is the parent now, it has already ended.
     """
     global _is_polling
     parent = os.getppid() if parent is None else parent

@@ -39,10 +39,9 @@ def read_ranks(recipe: str) -> Ranks:
     except UserError as error:
         raise UserError(f"{error}; {start}") from None
     if ranks.rank >= ranks.world_size or ranks.local_rank >= ranks.local_world_size:
-        raise UserError(
-            f"RANK {ranks.rank} of WORLD_SIZE {ranks.world_size}, LOCAL_RANK {ranks.local_rank} of "
-            f"LOCAL_WORLD_SIZE {ranks.local_world_size}: ranks count from 0 and stay below the size"
-        )
+        own = f"RANK {ranks.rank} of WORLD_SIZE {ranks.world_size}"
+        local = f"LOCAL_RANK {ranks.local_rank} of LOCAL_WORLD_SIZE {ranks.local_world_size}"
+        raise UserError(f"{own}, {local}: ranks count from 0 and stay below the size; {start}")
     return ranks
 
 

@@ -47,15 +47,13 @@ def rendezvous_error(rank: int, message: str) -> UserError:
         return port_taken_error(int(os.environ["MASTER_PORT"]))
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     reason = message.strip().split("\n")[0].strip()
-    return (UserError if is_taken else MissingNodeError)(
-        f"rank {rank} cannot meet the others at {place} ({reason}); "
-        "is rank 0 up, is MASTER_ADDR right, is MASTER_PORT free?",
-        on_every_node=True,
-    )
+    what = f"rank {rank} cannot meet the others at {place} ({reason})"
+    kind = UserError if is_taken else MissingNodeError
+    return kind(f"{what}; is rank 0 up, is MASTER_ADDR right, is MASTER_PORT free?", on_every_node=True)
 
 
 def connection_error(rank: int, message: str) -> UserError:
-    """Return the error for gloo's message that a rank got no connection to another one, whom the store knows."""
+    """Return the error for gloo's message that a rank cannot connect to another one, which the store knows."""
     reason = message.partition("] ")[2].strip().split("\n")[0] or message  # after the place in gloo's sources
     return MissingNodeError(
         f"rank {rank} on {socket.gethostname()} cannot connect to the others ({reason}); set GLOO_SOCKET_IFNAME "

@@ -42,9 +42,8 @@ class Progress:
         except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or it is raised again at exit
             what = "is closed" if isinstance(error, BrokenPipeError) else f"failed: {error.strerror}"
-            raise UserError(
-                f"standard output {what}; to resume: --resume auto, with the output in a file"
-            ) from None
+            fix = "to resume: --resume auto, with the output in a file"
+            raise UserError(f"standard output {what}; {fix}") from None
 
     def close(self) -> None:
         """Leave the terminal as it was; plain lines need nothing for that."""

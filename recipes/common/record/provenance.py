@@ -55,13 +55,9 @@ def _first_line(path: Path, pattern: str) -> str | None:
 def revision(file: Path | None = None, ignored: Sequence[Path] = (), digits: int = 40) -> str | None:
     """Return the git revision of the code, with "-dirty" if tracked files differ from it; None if unknown.
 
-    A container image holds no repository: its Dockerfile sets SOURCE_REVISION to the revision that was built. An
-    archive may be unpacked within another repository, whose revision says nothing about it.
-
-    Args:
-        file: a file that the code's own repository tracks (default: this one).
-        ignored: files and folders that may differ.
-        digits: the length of the commit's name.
+    `file` is one that the code's own repository tracks (default: this one): an archive may be unpacked within
+    another repository. Files and folders in `ignored` may differ. A container image holds no repository: its
+    Dockerfile sets SOURCE_REVISION.
     """
     tracked = file or Path(__file__)
 

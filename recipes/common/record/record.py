@@ -26,6 +26,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from recipes.common.checkpoint.reading import ShardCheck
 
 LAUNCHER_LOGS = "slurm"
-"""The folder within a run's folder in which launch files keep the output of the nodes."""
+"""The folder within a run's folder that launch files use for the output of the nodes."""
 
 
 def open_run(
@@ -49,9 +50,9 @@ def open_run(
     """Find or make the run that the options name; return its record and the checkpoint to resume from.
 
     Call it on rank 0 only, with the place of every rank. `--resume auto` continues the run's own record;
-    `--resume PATH` begins a new run from another run's checkpoint, which stays unchanged. Nothing is written to
-    an existing record before Record.begin(), which deletes the one that `--overwrite` replaces. All tensors of a
-    sharded checkpoint are read, unless there is a `check`: it checks the files, and each rank reads its own part.
+    `--resume PATH` begins a new run from another run's checkpoint, which stays unchanged. An existing record is
+    not changed before Record.begin(). All tensors of a sharded checkpoint are read, unless there is a `check`: it
+    checks the files, and each rank reads its own part.
 
     Raises UserError if the name is taken; a checkpoint is missing, bad or unreadable, does not fit, or is in the
     run that `--overwrite` deletes; or the folder cannot be written.
@@ -70,8 +71,8 @@ def open_run(
             named = args.runs_dir / args.name
             replaces = "config.json" in names_in(named)
             if replaces and path and path.resolve().is_relative_to(named.resolve()):
-                fix = "choose another --name"
-                raise UserError(f"--resume: {path} is in {named}, which --overwrite deletes; {fix}")
+                what = f"{path} is in {named}, which --overwrite deletes"
+                raise UserError(f"--resume: {what}; choose another --name")
             folder = named if replaces else None
         folder = folder or _new_run(args, recipe)
     return Record(folder, args, recipe, places, path, is_new, replaces), content
@@ -108,27 +109,27 @@ def _new_run(args: Options, recipe: str) -> Path:
             return folder
 
 
+@dataclass
 class Record:
     """Write one run's record; a launch that resumes continues it from the step of its checkpoint."""
 
-    def __init__(
-        self,
-        folder: Path,
-        args: Options,
-        recipe: str,
-        places: Sequence[Place],
-        checkpoint: Path | None,
-        is_new: bool,
-        replaces: bool,
-    ) -> None:
-        self.folder, self.args, self.recipe = folder, args, recipe
-        self.places, self.checkpoint, self.is_new = places, checkpoint, is_new
-        self.replaces = replaces
-        """The folder holds an earlier run's record, which begin() deletes."""
-        self.checkpoints = CheckpointFolder(folder / "checkpoints", args.keep_checkpoints, self.check_owner)
+    folder: Path
+    args: Options
+    recipe: str
+    places: Sequence[Place]
+    checkpoint: Path | None
+    """The checkpoint that this launch resumes from."""
+    is_new: bool
+    """Whether this launch begins the run."""
+    replaces: bool
+    """Whether the folder holds an earlier run's record, which begin() deletes."""
+
+    def __post_init__(self) -> None:
+        keep = self.args.keep_checkpoints
+        self.checkpoints = CheckpointFolder(self.folder / "checkpoints", keep, self.check_owner)
         self.progress = start_progress()
         self._id, self._written = secrets.token_hex(8), ""
-        self._config, self._metrics = folder / "config.json", folder / "metrics.jsonl"
+        self._config, self._metrics = self.folder / "config.json", self.folder / "metrics.jsonl"
         self._events: Any = None
         self._earlier_result: dict[str, Any] | None = None
         """The result of a run that was complete before this launch; it stays unchanged."""
@@ -269,7 +270,7 @@ class Record:
         tokens_per_s if the task counts tokens (timed without each launch's first step). Of this launch:
         world_size, sent_bytes_per_step (by this machine), peak_memory_bytes (of rank 0), checkpoints (how many),
         checkpoint_stall_s (the average time for which one held up training) and ended (when). A run that was
-        complete before keeps its result.
+        complete before this launch keeps its result.
         """
         self.close()
         path = self.folder / "result.json"
@@ -278,7 +279,7 @@ class Record:
             self.check_owner()
         with as_user_error("write", path):
             if self._earlier_result:
-                os.utime(path)  # its new time shows launch files that this launch has reached the end, too
+                os.utime(path)  # the new time shows launch files that this launch, too, has reached the end
             else:
                 _replace_text(path, json.dumps(final, indent=2) + "\n")
         return final
@@ -287,11 +288,9 @@ class Record:
         """Print the line that ends a completed run."""
         headline = final["headline"]
         value = math.nan if final[headline] is None else final[headline]
-        self.progress.say(
-            f"result recipe={final['recipe']} world_size={final['world_size']} {headline}={value:.4f} "
-            + " ".join(f"{name}={value:.0f}" for name, value in final.items() if name.endswith("_per_s"))
-            + f" record={self.folder}"
-        )
+        result = f"recipe={final['recipe']} world_size={final['world_size']} {headline}={value:.4f}"
+        speeds = " ".join(f"{name}={speed:.0f}" for name, speed in final.items() if name.endswith("_per_s"))
+        self.progress.say(f"result {result} {speeds} record={self.folder}")
 
     def leave(self, signal_name: str, path: Path) -> None:
         """Print how to resume a run that a signal has ended."""
@@ -320,9 +319,8 @@ class Record:
             for name in values.keys() - {"step", "epoch"} if self._events else ():
                 self._events.add_scalar(name, values[name], values["step"])
         except OSError as error:
-            raise UserError(
-                f"cannot write {self._metrics}: {error.strerror}; fix this, then --resume auto"
-            ) from None
+            fix = "fix this, then --resume auto"
+            raise UserError(f"cannot write {self._metrics}: {error.strerror}; {fix}") from None
 
 
 def start_progress() -> Progress:
@@ -339,7 +337,7 @@ def _plain_options(args: Options) -> dict[str, Any]:
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with None in place of NaN and infinities, for which JSON has no number."""
+    """Return the values with None in place of NaN and infinities, which JSON lacks."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()

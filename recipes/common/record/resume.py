@@ -100,10 +100,8 @@ def read_path(
 ) -> tuple[Path, Content]:
     """Return the checkpoint at a path, or the newest good one of the run at that path.
 
-    `check`: as for read_checkpoint().
-
     Raises UserError if there is none, or it is bad; the error names `flag` and `others`, its values besides a
-    path.
+    path. `check`: as for read_checkpoint().
     """
     try:
         is_folder = stat.S_ISDIR(path.stat().st_mode)
@@ -113,7 +111,7 @@ def read_path(
         folder = path / "checkpoints" if "checkpoints" in names_in(path) else path
         found = read_newest(CheckpointFolder(folder), False, check)
         if not found:
-            raise UserError(f"{flag} {path}: no checkpoints in {folder}")
+            raise UserError(f"{flag} {path}: no checkpoints in {folder}; give another run or checkpoint")
         return found
     try:
         return path, read_checkpoint(path, check)

@@ -13,7 +13,7 @@ ANSWER_TIMEOUT_S = 1.0
 """How long to wait for the store to answer: the rank that hosts it may be the one that hangs."""
 
 AT_ONCE = 256
-"""Most notes that a request asks for: a TCPStore needs ten times as long for one answer of 25 MB."""
+"""Most notes that a request asks for: a TCPStore takes ten times as long to send 25 MB in one answer."""
 
 
 class Store(Protocol):
@@ -82,7 +82,8 @@ class Notes:
 def read_notes(store: Store, kind: str, ranks: Iterable[int]) -> dict[int, str]:
     """Return the texts of a kind that these ranks have put into a store, by rank, without ranks that have none.
 
-    It asks for many at once, and if some have none, for halves: of thousands, a request for each takes seconds.
+    One request asks for many texts, because a request per rank takes seconds for thousands of ranks. If some ranks
+    have none, each half is asked for separately.
     """
     asked = list(ranks)
     keys = [f"{kind}/{rank}" for rank in asked]

@@ -25,7 +25,7 @@ COLLECT_S = 2.0
 """How long one of them may take to combine the reports; a second more per 1,000 ranks."""
 
 DISK_S = 5.0
-"""How long the disk may take for a call; then the report does without it: a dead file server may be what hangs."""
+"""Longest wait for the disk; then the report does without it, since a dead file server may be what hangs."""
 
 MANY = 64
 """In jobs of up to this many ranks, all ranks collect the others' reports."""
@@ -49,24 +49,17 @@ def describe_rank(note: dict[str, Any], error: BaseException | None, watchers: I
     left_out = {threading.get_ident(), *(thread.ident for thread in watchers)} - {main}
     for ident, frame in sys._current_frames().items():
         if ident not in left_out:
-            if ident == main and error is not None:
-                stack = traceback.format_exception(error)
-            else:
-                stack = traceback.format_stack(frame)
+            has_error = ident == main and error is not None
+            stack = traceback.format_exception(error) if has_error else traceback.format_stack(frame)
             lines.append(f"thread {names.get(ident, ident)}:\n{''.join(stack)}")
     return "\n".join(lines)
 
 
 class Report:
-    """One rank's part in the report.
+    """One rank's part in the report, which is written to the folder `place`.
 
-    Args:
-        rank: this process's rank.
-        world_size: the number of ranks.
-        place: the folder to write the report to.
-        notes: the ranks' shared notes; without a store, ranks share the folder instead.
-        last_notes: the last known notes of other ranks, by rank.
-        recent_s: reports in the folder that are older than this are ignored, as they are from an earlier launch.
+    Ranks exchange their reports through `notes`; without a store, through the folder. Reports there that are older
+    than `recent_s` are from an earlier launch and are ignored. `last_notes` are other ranks' last known notes.
     """
 
     def __init__(
@@ -83,7 +76,7 @@ class Report:
     def make(self, text: str, linger_s: float) -> None:
         """Publish this rank's report, and return once the combined report is written or the time is up.
 
-        The rank that has written it stays for another `linger_s`, because the store may end with it.
+        The rank that writes the combined report stays for another `linger_s`, because the store may end with it.
         """
         self.notes.put(f"report/{self.rank}", text)
         self.notes.put("hung", str(self.rank))  # makes the other ranks report and end, too
@@ -101,7 +94,7 @@ class Report:
                 time.sleep(linger_s)
 
     def is_collector(self) -> bool:
-        """Return whether this rank collects the others' reports: in large jobs the first COLLECTORS ranks do."""
+        """Return whether this rank collects the others' reports; in large jobs, the first COLLECTORS ranks do."""
         if self.world_size <= MANY:
             return True
         if number := self.notes.count("callers", otherwise=0):
@@ -202,10 +195,7 @@ def _try_to_write(path: Path, text: str) -> str:
 def summarize(found: dict[int, dict[str, Any]], last: dict[int, dict[str, Any]], world_size: int) -> str:
     """Return one sentence that says which ranks wait, and for which ranks.
 
-    Args:
-        found: the notes of the ranks that answered, by rank.
-        last: the last known notes of the ranks that did not, by rank; some may be missing.
-        world_size: the number of ranks.
+    `found` has the notes of the ranks that answered, by rank; `last` the last known notes of some of the others.
     """
     silent = sorted(set(range(world_size)) - set(found))
     outside = sorted(rank for rank, note in found.items() if not note["is_inside"])
@@ -224,16 +214,14 @@ def summarize(found: dict[int, dict[str, Any]], last: dict[int, dict[str, Any]],
 
 
 def _waits(notes: Sequence[dict[str, Any]]) -> str:
-    """Return which ranks wait in which collective; the first is the one that not all ranks have joined."""
+    """Return which ranks wait in which collective; the collective that some ranks have not joined comes first."""
     groups: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
     for note in notes:
         groups.setdefault((note["entered"], note["name"], _after(note)), []).append(note)
     texts = []
     for (_, name, after), members in sorted(groups.items()):
-        waited_s = max(note["since_s"] for note in members)
-        texts.append(
-            f'{name_ranks(sorted(n["rank"] for n in members))} waited {waited_s:.0f} s in "{name}"{after}'
-        )
+        ranks = name_ranks(sorted(note["rank"] for note in members))
+        texts.append(f'{ranks} waited {max(note["since_s"] for note in members):.0f} s in "{name}"{after}')
     return ", ".join(texts) or "nobody waits"
 
 

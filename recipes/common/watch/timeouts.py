@@ -11,7 +11,7 @@ from datetime import timedelta
 from recipes.common.options import Options
 
 HANG_STATUS = 3
-"""Exit status of all ranks if one did not answer: the ranks have reported the hang, so launchers print nothing."""
+"""Exit status of all ranks if one did not answer; launchers print nothing, since the ranks have reported it."""
 
 TIMEOUT_PHRASES = (
     "Timed out waiting",  # gloo

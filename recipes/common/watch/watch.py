@@ -65,7 +65,7 @@ class NoWatch:
         """Enter a collective that all ranks enter; with `computes`, this rank also does work of its own in it."""
         return contextlib.nullcontext()
 
-    def follow(self, step: Callable[[], int], folder: Path | None) -> None:
+    def follow(self, step: Callable[[], int], folder: Path) -> None:
         """Get the current step from step(), and write reports to the run's folder."""
 
     def take_stragglers(self) -> list[str]:
@@ -76,11 +76,7 @@ class NoWatch:
 class Watch(NoWatch):
     """This rank's part in detecting, reporting and ending a hang.
 
-    Args:
-        rank: this process's rank.
-        world_size: the number of processes.
-        args: for --timeout-s, --runs-dir and the options of stragglers.
-        store: shared by all ranks; without one, each rank reports by itself.
+    All ranks share the `store`; without one, each rank reports by itself.
     """
 
     active: ClassVar[Watch | None] = None
@@ -128,7 +124,7 @@ class Watch(NoWatch):
         else:
             self._at = self._at._replace(is_inside=False, since=now)
 
-    def follow(self, step: Callable[[], int], folder: Path | None) -> None:
+    def follow(self, step: Callable[[], int], folder: Path) -> None:
         """Get the current step from step(), and write reports to the run's folder."""
         self._step, self.folder = step, folder
 
@@ -207,9 +203,9 @@ class Watch(NoWatch):
                     found = stragglers(before, after, now - since, self.args.straggler_share)
                     self._stragglers += found
                     before, since = after, now
-                    # While ranks stay slow, each window is twice as long: by default up to an hour.
-                    own_s = self.args.straggler_window_s
-                    window_s = min(2 * window_s, 360 * own_s) if found else own_s
+                    # While ranks stay slow, each window is twice as long, by default up to an hour.
+                    least_s = self.args.straggler_window_s
+                    window_s = min(2 * window_s, 360 * least_s) if found else least_s
 
     def _note(self) -> dict[str, Any]:
         """Return this rank's note: its position, in values that JSON has."""
@@ -229,13 +225,10 @@ class Watch(NoWatch):
 
 
 def stragglers(before: Work, after: Work, seconds: float, share: float) -> list[str]:
-    """Return a sentence for each rank that all others wait for; of many, for the first MOST_NAMED and the others.
+    """Return a sentence for each rank that all others wait for: at most MOST_NAMED, and one about the rest.
 
-    Args:
-        before: the ranks' notes at the beginning of a window.
-        after: their notes at its end; ranks that are missing from either or made fewer than 5 steps are ignored.
-        seconds: the length of the window.
-        share: a rank is named if its own work exceeds the median of the others' by this share of a step's time.
+    A rank is slow if its own work exceeds the median of the others' by this share of a step's time. `before` and
+    `after` are the ranks' notes at both ends of a window of `seconds`; ranks with fewer than 5 steps are ignored.
     """
     work_s = {}
     for rank in before.keys() & after.keys():

@@ -61,7 +61,7 @@ def run_on_all_ranks(action: Callable[[], T], peers: Peers) -> T:
 
 
 SLOWEST = 10e6
-"""Bytes per second that any disk for checkpoints reads and writes."""
+"""Bytes per second that every disk for checkpoints reads and writes at least."""
 
 
 def wait_for_all(
@@ -73,12 +73,9 @@ def wait_for_all(
 ) -> None:
     """Wait until wait() returns true on all ranks; call it on all ranks.
 
-    Args:
-        peers: the ranks.
-        wait: waits at most so many seconds (None: without bound) for this rank's work; returns whether it is done.
-        timeout_s: how long a rank may be silent: while its work takes longer, it reports to the others.
-        allowed_s: how long it may do so. After that, they wait for it as for any other rank.
-        name: what the ranks wait for, in a report of a hang.
+    wait(bound_s) waits at most so long (None: without bound) for this rank's work, and returns whether it is done.
+    For `allowed_s` seconds, a rank whose work is not done reports to the others before `timeout_s` expires; after
+    that, they wait for it as for any other rank. `name` says in a report of a hang what the ranks wait for.
     """
     end = time.monotonic() + allowed_s
     is_done = False
@@ -100,8 +97,8 @@ def load_same_data(args: Options, recipe: str, peers: Peers, on_bad_image: Calla
 
     Options are compared first: they decide which collectives load the data, and which groups the ranks make.
 
-    Raises UserError if data are missing or malformed, or --compile finds no compiler, or a folder of others;
-    or, with the first rank and the first difference, if options, data, code or libraries differ from rank 0's.
+    Raises UserError if data are missing or malformed, as check_compiler(), or, with the first difference, if a
+    rank's options, data, code or libraries differ from rank 0's.
     """
     found = b""
     if peers.world_size > 1:

@@ -18,7 +18,7 @@ Exchange = Callable[[str, str], Mapping[str, str]]
 def choose_devices(wanted: str) -> list[torch.device]:
     """Return the devices of a job of one process: all visible GPUs, or the CPU if there are none.
 
-    Raises UserError if --device is cuda, and no GPU is visible; if the first GPU does not work; or if a launcher
+    Raises UserError if --device is cuda and no GPU is visible, if the first GPU does not work, or if a launcher
     has started several processes, each of which would train by itself.
     """
     if (count := read_number("WORLD_SIZE", 1)) > 1:
@@ -52,15 +52,11 @@ def choose_device(wanted: str, ranks: Ranks, devices_per_rank: int = 1, has_nccl
         fix = f"start at most {most} on each node (NPROC_PER_NODE)" if most else "make GPUs visible there"
         if most:  # such as under srun --gpus-per-task
             fix += ", or let each process see all GPUs of its node,"
-        raise UserError(
-            f"--device {wanted}: {on_node} processes on {host} need {each} each, {visible} visible; "
-            f"{fix} or use --device cpu"
-        )
+        what = f"{on_node} processes on {host} need {each} each, {visible} visible"
+        raise UserError(f"--device {wanted}: {what}; {fix} or use --device cpu")
     if not has_nccl:
-        raise UserError(
-            f"--device {wanted}: {host} has GPUs, and Horovod was built without NCCL; "
-            "run `make horovod` where CUDA is, or use --device cpu"
-        )
+        what = f"{host} has GPUs, and Horovod was built without NCCL"
+        raise UserError(f"--device {wanted}: {what}; run `make horovod` where CUDA is, or use --device cpu")
     return torch.device("cuda", ranks.local_rank * devices_per_rank)
 
 
@@ -97,8 +93,6 @@ def agree_on_device(choose: Callable[[], torch.device], rank: int, exchange: Exc
     if "error" in found:
         raise UserError(found["error"])
     if len(found) > 1:
-        raise UserError(
-            f"{found['cuda']} has a GPU, {found['cpu']} has none or does not use it; "
-            "make GPUs visible on every node, or use --device cpu on all"
-        )
+        what = f"{found['cuda']} has a GPU, {found['cpu']} has none or does not use it"
+        raise UserError(f"{what}; make GPUs visible on every node, or use --device cpu on all")
     return device

@@ -34,9 +34,9 @@ def place_of(device: torch.device) -> Place:
 
 
 def number_on_host(index: int) -> int:
-    """Return a GPU's number in CUDA_VISIBLE_DEVICES, if that lists numbers: CUDA counts the listed GPUs from 0.
+    """Return a GPU's number on its host: CUDA counts the GPUs that CUDA_VISIBLE_DEVICES lists from 0.
 
-    Nodes of one machine see different ones, each from cuda:0.
+    Several nodes on one machine see different GPUs, each counted from cuda:0. A list of names is not translated.
     """
     listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return int(listed[index]) if index < len(listed) and listed[index].strip().isdecimal() else index

@@ -85,10 +85,9 @@ def end_log() -> None:
 
 
 def log_processes() -> tuple[int, int] | None:
-    """Make NCCL log its start in processes that this one starts; return the two ends of the pipe that it logs to.
+    """Make NCCL in processes that this one starts log to a pipe, which they open as a file; return its two ends.
 
-    Those processes open the pipe as a file. Read it as long as they run, or they block. Return None if the user
-    has set what NCCL logs.
+    Read the pipe as long as they run, or they block. Return None if the user has set what NCCL logs.
     """
     if _is_users_log():
         return None
@@ -137,7 +136,6 @@ def check_hosts(hosts: Sequence[str]) -> None:
     fabric = os.environ.get("FABRIC")
     if fabric in FABRICS and hosts:
         names = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
-        raise UserError(
-            f"FABRIC={fabric}, and NCCL uses {TCP}, which is TCP, on {names}; see docs/site.md "
-            "(devices, libraries, locked memory), or set FABRIC=auto to use TCP"
-        )
+        what = f"FABRIC={fabric}, and NCCL uses {TCP}, which is TCP, on {names}"
+        fix = "see docs/site.md (devices, libraries, locked memory), or set FABRIC=auto to use TCP"
+        raise UserError(f"{what}; {fix}")

@@ -1,4 +1,4 @@
-"""The processes of a job, connected by torch.distributed, which only this folder and parallel/ import."""
+"""The processes of a job, connected by torch.distributed, which only this file and parallel/ import."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MANY = 256
 """In jobs of more ranks than this, gloo connects two ranks only once they exchange something."""
 
 NO_CONNECTION = ("connectFullMesh", "timed out connecting", "Connect timeout")
-"""Phrases in gloo's errors about a rank that it cannot reach; the last two of MANY ranks."""
+"""Phrases in gloo's errors about a rank that it cannot reach; the last two with more than MANY ranks."""
 
 SAFE_CLASSES: list[Any] = [UserError, NonFiniteError, Place, type(Path())]
 """Classes that ranks send each other besides tensors, numbers, strings, and lists, tuples and dicts of them."""
@@ -189,31 +189,8 @@ def connect(
             ranks.rank,
             lambda kind, text: _exchange_kinds(dist.PrefixStore("device", store), ranks, kind, text),
         )
-        backend = "gloo"
-        if device.type == "cuda":
-            from recipes.common.world.transport import log_nccl
-
-            backend = "cpu:gloo,cuda:nccl"
-            log_nccl()
-        groups = dist.PrefixStore("groups", store)
-        is_lazy = ranks.world_size > MANY
-        if is_lazy:
-            # World: otherwise each rank reads N times 8 N bytes from the store for each group, which is 4 TB for
-            # 8,192 ranks, and opens N sockets.
-            os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         with bounded(ranks.rank, timeout):
-            dist.init_process_group(
-                backend,
-                timeout=group_timeout(timeout, device.type),
-                store=groups,
-                rank=ranks.rank,
-                world_size=ranks.world_size,
-            )
-            control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
-            if is_lazy:
-                # World: 4 bytes, which connect each rank with its neighbours: if that fails, it does so here.
-                dist.all_reduce(torch.zeros(1), group=control)
-            return device, control
+            return device, make_groups(dist.PrefixStore("groups", store), ranks, device.type, timeout)
     except dist.DistError as error:
         from recipes.common.process.rendezvous_errors import rendezvous_error
 
@@ -227,20 +204,42 @@ def connect(
         raise connection_error(ranks.rank, str(error)) from None
 
 
+def make_groups(store: dist.Store, ranks: Ranks, device_type: str, timeout: timedelta) -> dist.ProcessGroup:
+    """Create the default group and a gloo group of all ranks; return the latter. Call it on all ranks."""
+    backend = "gloo"
+    if device_type == "cuda":
+        from recipes.common.world.transport import log_nccl
+
+        backend = "cpu:gloo,cuda:nccl"
+        log_nccl()
+    is_lazy = ranks.world_size > MANY
+    if is_lazy:
+        # World: otherwise each rank reads N times 8 N bytes from the store for each group, which is 4 TB for 8,192
+        # ranks, and opens N sockets.
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    limit = group_timeout(timeout, device_type)
+    dist.init_process_group(backend, timeout=limit, store=store, rank=ranks.rank, world_size=ranks.world_size)
+    control = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
+    if is_lazy:
+        # World: 4 bytes, which connect each rank with its neighbours: if that fails, it does so here.
+        dist.all_reduce(torch.zeros(1), group=control)
+    return control
+
+
 def allow_sockets(ranks: Ranks) -> None:
-    """Let this process open gloo's connections, and on the rank that hosts the store those of all ranks.
+    """Let this process open gloo's connections, and on the rank that hosts the store also those to the store.
 
     Raises UserError on that rank if it may not.
     """
     # World: up to MANY ranks, each connects with all others in each group: the default, `control`, and two more.
-    connections, is_server = 4 * min(ranks.world_size, MANY), False
+    connections, clients = 4 * min(ranks.world_size, MANY), ""
     if ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        connections, is_server = connections + STORE_CONNECTIONS * ranks.world_size, True
-    allow_connections(connections, f"{ranks.world_size} ranks" if is_server else "")
+        connections, clients = connections + STORE_CONNECTIONS * ranks.world_size, f"{ranks.world_size} ranks"
+    allow_connections(connections, clients)
 
 
 def serve_on_loopback(rank: int) -> dist.Store | None:
-    """If this rank hosts the store at 127.0.0.1, listen there alone: torch itself listens on all addresses."""
+    """If this rank hosts the store at 127.0.0.1, listen only there: torch itself would listen on all addresses."""
     place = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT") or 0)
     if rank or not bind_address(place[0]) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
@@ -253,9 +252,9 @@ def serve_on_loopback(rank: int) -> dist.Store | None:
 
 
 def bounded(rank: int, timeout: timedelta) -> contextlib.AbstractContextManager[None]:
-    """End this process if gloo connects for longer than two time-outs: for a rank to come, and for its answer.
+    """End this process if gloo takes longer to connect than two time-outs: for a rank to come and to answer.
 
-    Gloo itself waits for five, if a rank ends after it has stored its address. Each node's first rank says so.
+    Gloo itself waits for five if a rank ends after it has stored its address. Each node's first rank prints why.
     """
     limit_s = 2 * timeout.total_seconds()
 
@@ -273,7 +272,7 @@ def bounded(rank: int, timeout: timedelta) -> contextlib.AbstractContextManager[
 
 
 def _exchange_kinds(store: dist.Store, ranks: Ranks, kind: str, text: str) -> dict[str, str]:
-    """Serve as the `Exchange` of devices.py before there is a process group: a handful of requests per rank."""
+    """Serve as the `Exchange` of devices.py before there is a process group, by a few requests per rank."""
     # World: each rank sends its kind of device and its host to the store, and reads one rank's for each kind.
     store.set(f"kind/{kind}", text)
     if store.add("written", 1) == ranks.world_size:

@@ -1,14 +1,17 @@
-"""Gather on rank 0 what several ranks hold for a checkpoint."""
+"""Groups of ranks within a job: a mesh of them, and what they gather on rank 0 for a checkpoint."""
 
 from __future__ import annotations
 
 import io
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from recipes.common.options import Options
+from recipes.common.watch.timeouts import group_timeout, wait_timeout
 from recipes.common.world.peers import Peers
 
 T = TypeVar("T")
@@ -17,10 +20,23 @@ PIECE_BYTES = 64 * 2**20
 """Bytes that rank 0 receives in one wait: 64 s at 1 MB/s."""
 
 
-def gather_values(value: T | None, peers: Peers, group: dist.ProcessGroup) -> list[T] | None:
-    """Return the values of the ranks of a gloo group, the first ones, on rank 0; call it on all ranks of the job.
+def grid_mesh(args: Options, world: Peers, row_size: int, names: tuple[str, str]) -> DeviceMesh:
+    """Return a mesh of all ranks in rows of `row_size` neighbours; call it on all ranks.
 
-    The other ranks give None. Values may hold what a checkpoint may; rank 0 gets tensors on the CPU.
+    `names` are the names of its two dimensions: the groups along columns, then the groups along rows. Each group
+    has a time-out.
+    """
+    grid = torch.arange(world.world_size).view(-1, row_size)
+    timeout = group_timeout(wait_timeout(args), world.device.type)
+    with world.watch("groups"):
+        groups = [dist.new_subgroups_by_enumeration(some.tolist(), timeout=timeout)[0] for some in (grid.T, grid)]
+    return DeviceMesh.from_group(cast(Any, groups), world.device.type, grid, mesh_dim_names=names)
+
+
+def gather_values(value: T | None, peers: Peers, group: dist.ProcessGroup) -> list[T] | None:
+    """Return on rank 0 the values of a gloo group's ranks, which are the first ones; call it on all ranks.
+
+    Ranks outside of the group give None. Values may hold what a checkpoint may; rank 0 gets tensors on the CPU.
     """
     own = torch.empty(0, dtype=torch.uint8)
     if value is not None:
