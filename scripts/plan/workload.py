@@ -104,12 +104,9 @@ class Workload:
         return part.parameter_bytes + self.buffer_bytes + part.state_bytes(args)
 
     def sums_bytes(self, method: Method, local_batch_size: float) -> tuple[float, ...]:
-        """Return the bytes of each all-reduce of tensor's layers in a step: forward's, then backward's.
-
-        Autocast halves forward's activations, and leaves the gradients of layers' inputs in fp32.
-        """
+        """Return the bytes of each all-reduce of tensor's layers in a step: forward's, then backward's."""
         passes, middle = method.accumulate_steps, len(self.sums_bytes_per_sample) // 2
-        half = 1.0 if method.amp == "none" else 0.5
+        half = 1.0 if method.amp == "none" else 0.5  # autocast leaves the gradients of layers' inputs in fp32
         sizes = [nbytes * local_batch_size / passes for nbytes in self.sums_bytes_per_sample]
         return (*(half * nbytes for nbytes in sizes[:middle] * passes), *sizes[middle:] * passes)
 
@@ -150,10 +147,7 @@ class AllReduceBytes(TorchDispatchMode):
 
 
 def count_workload(args: Options, kind: Kind) -> Workload:
-    """Return the workload of --model (for tensor, a rank's), from passes in which nothing is computed or sent.
-
-    Raises UserError if the model rejects the inputs, or cannot be split over --tensor-parallel ranks.
-    """
+    """Count the workload of --model (for tensor, a rank's); raises UserError if it does not fit data or ranks."""
     with torch.device("meta"):
         model = make_model(args, kind.data).train()  # without build_model()'s samples: kind has none of images
     whole = call_user_code(f"--model {args.model}, on tensors without data,", count_pass, model, kind.data)
@@ -190,11 +184,10 @@ def count_pass(model: nn.Module, data: Data) -> Workload:
         done[parameter] = counter.get_total_flops()
 
     counter, sums = FlopCounterMode(display=False), AllReduceBytes()
-    with contextlib.ExitStack() as stack:
+    saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with contextlib.ExitStack() as hooks, counter, sums, saved:
         for parameter in trained:
-            stack.enter_context(parameter.register_post_accumulate_grad_hook(note))
-        for context in (counter, sums, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)):
-            stack.enter_context(context)
+            hooks.enter_context(parameter.register_post_accumulate_grad_hook(note))
         loss = data.task.loss_sum(model(inputs), targets)
         forward = counter.get_total_flops()
         loss.backward()
@@ -213,10 +206,7 @@ def count_pass(model: nn.Module, data: Data) -> Workload:
 
 
 def timed_step(args: Options, kind: Kind, samples: int, device: torch.device) -> Callable[[], list[float]]:
-    """Return a function that does a step of one process on random numbers, without data or exchange.
-
-    The function returns the seconds of forward, backward and optimizer.
-    """
+    """Return a function that does a step on random numbers, and returns the seconds of each of its three parts."""
     model = make_model(args, kind.data).to(device).train()
     optimizer = build_optimizer(args, model.parameters())
     spec, targets = kind.data.input, kind.data.target.zeros(samples, device)
