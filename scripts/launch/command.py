@@ -104,6 +104,11 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
     return run
 
 
+def warn(text: str) -> None:
+    """Print a warning to standard error."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
 def discard_output() -> None:
     """Let what is left of the output go nowhere, so that Python does not fail to write it once more at its end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -217,11 +222,5 @@ def markdown_table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     rule = [("-" * width if i < left else "-" * (width - 1) + ":") for i, width in enumerate(widths)]
-    lines = [
-        [
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in rows
-    ]
-    return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], rule, *lines[1:]])
+    form = "| " + " | ".join(f"{{:{'<' if i < left else '>'}{width}}}" for i, width in enumerate(widths)) + " |"
+    return "\n".join(form.format(*cells) for cells in (rows[0], rule, *rows[1:]))

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from recipes.common.process.node import Failure, cause_of, status_of
 from recipes.common.process.parent import LAUNCHER_PID
@@ -107,10 +108,9 @@ def run_processes(command: list[str], environments: dict[int, dict[str, str]], l
 
     Once one has failed, the others are ended after a grace period. Raises StuckRankError as StuckRanks.look().
     """
-    open(os.path.join(logs, "started"), "w").close()
+    Path(logs, "started").touch()
     processes = {
-        rank: subprocess.Popen(command, env=environment, start_new_session=True)
-        for rank, environment in environments.items()
+        rank: subprocess.Popen(command, env=own, start_new_session=True) for rank, own in environments.items()
     }
     stuck, ranks = StuckRanks(), {process.pid: rank for rank, process in processes.items()}
     running = list(processes.values())
