@@ -76,9 +76,8 @@ class RunsFolder:
             temporary.replace(path)
             if reason := self._append():
                 return reason
-            return (
-                None if path.read_bytes() == self.content(self.rank) else "it reads other bytes than were written"
-            )
+            is_whole = path.read_bytes() == self.content(self.rank)
+            return None if is_whole else "it reads other bytes than were written"
         finally:
             self.is_writing = False
 

@@ -441,27 +441,11 @@ def bandwidth(case: Case) -> Findings:
 
 
 RULES: tuple[Callable[[Case], Findings], ...] = (
-    attendance,
-    node_errors,
-    names,
-    links_up,
-    ports,
-    clocks,
-    limits,
-    disks,
-    shared_folder,
-    versions,
-    torch_works,
-    gpus_visible,
-    gpu_health,
-    floors.kernel_log,
-    floors.gpu_floors,
-    collectives,
-    sums,
-    floors.transport,
-    floors.rails,
-    bandwidth,
+    *(attendance, node_errors, names, links_up, ports, clocks, limits, disks, shared_folder, versions),
+    *(torch_works, gpus_visible, gpu_health, floors.kernel_log, floors.gpu_floors),
+    *(collectives, sums, floors.transport, floors.rails, bandwidth),
 )
+"""Rules on nodes, on GPUs, and on the ranks of the doctor's own job."""
 
 
 def judge(case: Case) -> list[Finding]:
