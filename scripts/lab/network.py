@@ -145,17 +145,12 @@ class Network:
     def run_ranks(self, command: Sequence[str], nodes: int, threads: int, timeout_s: float) -> list[str]:
         """Run a command as one rank on each of `nodes` nodes until all have ended; return what each rank printed.
 
-        Raises:
-            RuntimeError: a rank failed or did not end within timeout_s; the message has the end of its output.
+        Raises RuntimeError with the end of a rank's output if it fails or does not end within timeout_s.
         """
         port, commands = free_port(), []
+        own = {"MASTER_ADDR": self.addresses[0], "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": str(threads)}
         for rank in range(nodes):
-            environment = node_environment(rank, nodes, 1, [], port) | rank_environment(rank, nodes, 1)
-            environment |= {
-                "MASTER_ADDR": self.addresses[0],
-                "GLOO_SOCKET_IFNAME": "eth0",
-                "OMP_NUM_THREADS": str(threads),
-            }
+            environment = node_environment(rank, nodes, 1, [], port) | rank_environment(rank, nodes, 1) | own
             commands.append((self.inside(rank, command), environment))
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             done = run_side_by_side(commands, Path(folder), timeout_s)
