@@ -106,10 +106,7 @@ def recipe() -> str:
 
 
 def choices(name: str, known: Iterable[str] = ()) -> list[str]:
-    """Return the items of RECIPES="single ddp", or "single,ddp"; raises UserError for options among them.
-
-    With known, raises it for all other names, too.
-    """
+    """Return the items of RECIPES="single ddp" or "single,ddp"; raises UserError for options or unknown names."""
     items = value(name).replace(",", " ").split()
     for item in items:
         if item.startswith("-"):
@@ -123,9 +120,8 @@ def args() -> list[str]:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise UserError(
-            f"ARGS: {str(error).lower()} in {text!r}; put \\ before a quote or backslash that stands for itself"
-        ) from None
+        fix = "put \\ before a quote or backslash that stands for itself"
+        raise UserError(f"ARGS: {str(error).lower()} in {text!r}; {fix}") from None
     return [at_home(word) for word in words]
 
 
@@ -164,13 +160,12 @@ def run() -> Command:
 
 def plan() -> Command:
     """Return the command that runs the planner or, with CHECK, compares it with runs."""
-    if value("CHECK") not in ("", "0", "1", "mlperf"):
-        raise UserError(
-            f"CHECK is 1 (real runs on this machine) or mlperf (published runs), got {value('CHECK')!r}"
-        )
-    if value("CHECK") == "mlperf":
+    check = value("CHECK")
+    if check not in ("", "0", "1", "mlperf"):
+        raise UserError(f"CHECK is 1 (real runs on this machine) or mlperf (published runs), got {check!r}")
+    if check == "mlperf":
         return module("scripts.plan.published", args())
-    if is_on("CHECK"):
+    if check == "1":
         return module("scripts.bench.namespaces", ["plan", *flags("ROUNDS"), *args()])
     return module("scripts.plan", [recipe(), *flags("NODES", "GPUS", "FABRIC", "MODEL"), *args()])
 
@@ -187,10 +182,8 @@ def gpus_of_slurm() -> list[str]:
 
 def submit() -> Command:
     """Return the command that submits a recipe to Slurm."""
-    own = flags(
-        "NODES", "NPROC_PER_NODE", "PARTITION", "TIME", "MEM", "CONSTRAINT", "ACCOUNT", "QOS", "NAME", "SWEEP"
-    )
-    own += gpus_of_slurm() + flags(cpus_per_task="CPUS") + ["--local"] * is_on("LOCAL")
+    own = flags("NODES", "NPROC_PER_NODE", "PARTITION", "TIME", "MEM", "CONSTRAINT", "ACCOUNT", "QOS")
+    own += flags("NAME", "SWEEP") + gpus_of_slurm() + flags(cpus_per_task="CPUS") + ["--local"] * is_on("LOCAL")
     return module("slurm.submit", [recipe(), *own, "--", *args()])
 
 
@@ -201,8 +194,8 @@ def k8s() -> Command:
     return module("k8s.apply", [recipe(), *own, "--", *args()])
 
 
-def required(*names: str, example: str) -> list[str]:
-    """Return the values of variables; raises UserError if one is empty."""
+def required(example: str, *names: str) -> list[str]:
+    """Return the values of variables; raises UserError with an example if one is empty."""
     for name in names:
         if not value(name):
             raise UserError(f"{name} is empty; {example}")
@@ -211,20 +204,8 @@ def required(*names: str, example: str) -> list[str]:
 
 def k8s_delete() -> Command:
     """Return the command that deletes a job from Kubernetes."""
-    required("NAME", example="name the job: make k8s-delete NAME=mine")
+    required("name the job: make k8s-delete NAME=mine", "NAME")
     return module("k8s.apply", flags("NAMESPACE", delete="NAME"))
-
-
-def shards() -> Command:
-    """Return the command that packs an image folder."""
-    example = "make shards DATA_DIR=/data/imagenet OUT=/data/imagenet-shards"
-    return module("scripts.dev.shards", [*args(), *required("DATA_DIR", "OUT", example=example)])
-
-
-def export() -> Command:
-    """Return the command that writes a checkpoint's weights to one file."""
-    example = "make export RUN=runs/ddp-001 OUT=model.pt"
-    return module("scripts.dev.export", [*args(), "--", *required("RUN", "OUT", example=example)])
 
 
 def compare() -> Command:
@@ -246,12 +227,6 @@ def commbench() -> Command:
     return module("scripts.bench.commbench", own, needs_horovod="horovod" in choices("BACKENDS"))
 
 
-def bench() -> Command:
-    """Return the command that measures speed."""
-    own = [*choices("PARTS", PARTS), *flags("ROUNDS"), *args()]
-    return module("scripts.bench", own, packages="bench", needs_horovod=True)
-
-
 def drill() -> Command:
     """Return the command that plants faults in jobs."""
     from scripts.drill.faults import FAULTS
@@ -271,8 +246,14 @@ TARGETS: dict[str, Callable[[], Command]] = {
     "list": lambda: module("scripts.launch.local", ["--list"], packages=""),
     "run": run,
     "new": lambda: module("scripts.dev.new", flags("NAME", "FROM"), packages=""),
-    "shards": shards,
-    "export": export,
+    "shards": lambda: module(
+        "scripts.dev.shards",
+        [*args(), *required("make shards DATA_DIR=/data/imagenet OUT=/data/imagenet-shards", "DATA_DIR", "OUT")],
+    ),
+    "export": lambda: module(
+        "scripts.dev.export",
+        [*args(), "--", *required("make export RUN=runs/ddp-001 OUT=model.pt", "RUN", "OUT")],
+    ),
     "doctor": lambda: module("scripts.doctor", [*one_node_unless_set(), *flags("NPROC_PER_NODE"), *args()]),
     "image": lambda: Command(["docker/image.sh", "build", recipe()], packages=""),
     "push": lambda: Command(["docker/image.sh", "push", recipe()], packages=""),
@@ -281,7 +262,9 @@ TARGETS: dict[str, Callable[[], Command]] = {
     "compare": compare,
     "same": same,
     "drill": drill,
-    "bench": bench,
+    "bench": lambda: module(
+        "scripts.bench", [*choices("PARTS", PARTS), *flags("ROUNDS"), *args()], "bench", needs_horovod=True
+    ),
     "commbench": commbench,
     "plan": plan,
     "report": lambda: module("scripts.bench.report", []),
@@ -322,19 +305,15 @@ def check_used(target: str) -> None:
     for name, text in typed_variables().items():
         if name in USED:
             continue
+        what = f"{name} is not a variable of make {target}"
         if name.lower() in options:
             flag = name.lower().replace("_", "-")
-            raise UserError(
-                f"{name} is not a variable of make {target}; give the recipe's option: "
-                f'ARGS="--{flag} {shlex.quote(text)}"'
-            )
+            raise UserError(f'{what}; give the recipe\'s option: ARGS="--{flag} {shlex.quote(text)}"')
         if hint := nearest(name, USED, cutoff=0.8):
-            raise UserError(f"{name} is not a variable of make {target}{hint}")
+            raise UserError(f"{what}{hint}")
         if name in VARIABLES or (options and not PASSED_ON.match(name)):
-            fix = (
-                "" if name in VARIABLES else f"; as an environment variable, it comes before make: {name}=... make"
-            )
-            raise UserError(f"{name} is not a variable of make {target} (it has {', '.join(sorted(USED))}){fix}")
+            fix = f"; as an environment variable, it comes before make: {name}=... make"
+            raise UserError(f"{what} (it has {', '.join(sorted(USED))}){fix * (name not in VARIABLES)}")
 
 
 def drop_name_of_wsl() -> None:

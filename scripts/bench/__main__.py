@@ -48,10 +48,7 @@ def facts() -> dict[str, Any]:
 
 
 def read_output(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the output of an earlier run, empty if there is none.
-
-    Raises UserError if it is not a benchmark's file, or is of another day, machine or version.
-    """
+    """Read an earlier run's output, if any; raises UserError if it is of another day, machine or version."""
     if not path.exists():
         return {"figures": [], "parts": {}}
     old = read_run(path).facts
@@ -61,12 +58,7 @@ def read_output(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(
-    part: str,
-    figures: Sequence[Figure],
-    rounds: int,
-    about: Mapping[str, Any],
-    path: Path,
-    is_complete: bool = False,
+    part: str, figures: Sequence[Figure], rounds: int, about: dict[str, Any], path: Path, is_complete: bool = False
 ) -> None:
     """Write a part's figures to the file; keep those of other parts from an earlier run of the same day.
 

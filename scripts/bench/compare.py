@@ -43,10 +43,9 @@ SMALLEST_DIFFERENCE = 1e-9
 TARGET_ACCURACY = 0.97
 """The column "s to 97%" is the training time up to the first epoch that reaches this test accuracy."""
 
-
 COLUMNS = (
-    Column("recipe", "recipe", "{}"),
-    Column("processes", "world_size", "{}"),
+    Column("recipe", "recipe"),
+    Column("processes", "world_size"),
     Column("samples/s", "samples_per_s", "{:,.0f}"),
     Column("s per epoch", "epoch_s", "{:.3f}"),
     Column(f"s to {TARGET_ACCURACY:.0%}", "target_s", "{:.2f}"),
@@ -104,9 +103,8 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
         found = differences(run["losses"], first["losses"])
         values = [max(value, SMALLEST_DIFFERENCE) for value in found.values()]
         axes["difference"].plot(list(found), values, color=color, label=name)
-    axes["difference"].set(
-        xlabel="step", ylabel="relative", yscale="log", title="... and how far the others are from it"
-    )
+    axes["difference"].set(xlabel="step", ylabel="relative", yscale="log")
+    axes["difference"].set_title("... and how far the others are from it")
     bars = axes["speed"].barh(names, [run["samples_per_s"] for run in runs], color=colors)
     axes["speed"].bar_label(bars, fmt="{:,.0f}", padding=3)
     axes["speed"].invert_yaxis()

@@ -37,8 +37,8 @@ def process_group(
     group gets SIGINT first: pytest then stops what its tests have started.
     """
     streams: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT}
-    environment = {**own_environment(), **env}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **streams)
+    own = {name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS")}
+    process = subprocess.Popen(command, cwd=ROOT, env={**own, **env}, start_new_session=True, **streams)
     try:
         yield process
     except BaseException:  # Ctrl-C may come twice
@@ -55,10 +55,7 @@ def process_group(
 def run_bounded(
     command: Sequence[str], env: Mapping[str, str], timeout_s: float, shows: bool = False
 ) -> tuple[int, str]:
-    """Run a command with a time limit; return its status and its output.
-
-    With shows, the output goes to this process's standard output, and "" is returned for it.
-    """
+    """Run a command with a time limit; return its status and its output, or "" if that is shown instead."""
     with tempfile.TemporaryFile() as output:
         try:
             with process_group(command, env, None if shows else output) as process:
@@ -70,11 +67,7 @@ def run_bounded(
 
 
 def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> str:
-    """Run a command and return its output.
-
-    Raises:
-        RuntimeError: it failed (the message has its last lines) or took too long.
-    """
+    """Run a command and return its output; raises RuntimeError, with its last lines, if it fails or is late."""
     status, output = run_bounded(command, env or {}, TIMEOUT_S)
     if status:
         words = "\n".join(output.splitlines()[-12:])
@@ -88,8 +81,7 @@ def running(
 ) -> Iterator[None]:
     """Start a command, run the block once is_reached(), asked every pause_s, and then wait for the command's end.
 
-    Raises:
-        RuntimeError: it failed, took too long or ended before that; the message has the end of its output.
+    Raises RuntimeError, with the end of its output, if it failed, took too long or ended before that.
     """
     deadline = time.monotonic() + TIMEOUT_S
     with tempfile.NamedTemporaryFile() as output, process_group(command, env, output.file) as process:
@@ -102,11 +94,6 @@ def running(
         yield
         if process.wait(deadline - time.monotonic()):
             raise RuntimeError(f"{' '.join(command)} failed:\n{said.read_text()[-1000:]}")
-
-
-def own_environment() -> dict[str, str]:
-    """Return this process's environment without the variables that a calling make sets."""
-    return {name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS")}
 
 
 def recipe_command(
@@ -137,9 +124,7 @@ def contender(name: str, options: Sequence[str], processes: int = 1) -> dict[str
     """Run a module of scripts.bench.contenders, under torchrun if processes > 1, and return its result.
 
     It prints its result as a JSON object on a line of its own; libraries may print other lines.
-
-    Raises:
-        RuntimeError: it failed, took too long or printed no such line.
+    Raises RuntimeError if it failed, took too long or printed no such line.
     """
     command = contender_command(name, options, processes)
     return parse_result(command, run(command, threads(processes)))

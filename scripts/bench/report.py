@@ -63,7 +63,7 @@ class Run:
         return str(self.facts["date"])
 
     def of_most_parts(self, fact: str) -> str:
-        """Return the rounds or the revision that most parts were measured with, then those of other parts."""
+        """Return the rounds or the revision of most parts, then of the others."""
         by_part = {part: measured[fact] for part, measured in self.facts["parts"].items()}
         [(most, _)] = Counter(by_part.values()).most_common(1)
         others = ", ".join(f"{part} {value}" for part, value in by_part.items() if value != most)
@@ -170,10 +170,7 @@ def between_markers(text: str, content: str) -> str:
 
 
 def render(folder: Path, readmes: Sequence[str], drill: Sequence[Figure] = ()) -> tuple[str, list[str]]:
-    """Return docs/benchmarks/README.md and the two READMEs, English first, with the figures of a folder.
-
-    Raises UserError if the folder has no benchmark, or a file or README is invalid.
-    """
+    """Return the texts of docs/benchmarks/README.md and of both READMEs, English first; raises UserError."""
     runs = read_runs(folder)
     if not runs:
         raise UserError(f"no benchmark in {folder}: `make bench` writes one")

@@ -4,18 +4,16 @@ The recipes run as `make run` starts them, with a network for each node (scripts
 is resnet18 with 1,000 classes, 11.68 M parameters, on images of 16x16, two for each rank: gradients of real size
 after as little computing as can be.
 
-A timed run begins on links without a limit, which are narrowed on the way. A step takes at least the longer of
-two, of the same round: forward, before which there is no gradient, then its bytes on the link, then the update of
-all weights; and the steps on free links, which are the work of the cores, the network's included. scratch
-exchanges after backward: all its computing is before or after its bytes. When a gradient is sent is up to
-Horovod, so its steps have another goal: a bare loop with Horovod on the same links. Four nodes share too few cores
-for times to mean anything: there, only bytes count.
+A timed run begins on links without a limit, which are narrowed on the way. A step takes at least the longer of two
+times of the same round: forward, its bytes on the link, and the update of all weights, one after the other; and a
+step on free links, which is the work of the cores, including the network's. scratch exchanges after backward: all
+its computing is before or after its bytes. Horovod decides when to send a gradient, so its steps have another
+goal: a bare loop with Horovod on the same links. On four nodes only bytes are measured: they share too few cores.
 
-Bytes are measured once, they do not vary by round: the difference of two runs that differ in --max-steps alone,
-read from the counters of each node's interface before and after. What a run sends once (the meeting, the first
-broadcast, the evaluation, the goodbye) is in both and goes away, and everything that a step sends stays:
-gradients, votes, the headers of packets, and the notes that ranks leave in the store meanwhile. Reading the
-counters while a job runs would cut steps in two.
+Bytes do not vary by round and are measured once: the difference of two runs that differ only in --max-steps, read
+from the counters of each node's interface before and after. What a run sends once (rendezvous, first broadcast,
+evaluation, end) cancels out; what each step sends remains: gradients, votes, packet headers, and the notes that
+ranks leave in the store meanwhile. Reading the counters while a job runs would cut steps in two.
 """
 
 from __future__ import annotations
@@ -107,14 +105,12 @@ class Measured:
         wire_s = ring_bytes(self.variant.bytes_per_parameter * PARAMETERS, self.nodes) / PAYLOAD_SHARE
         wire_s *= 8 / (1e6 * RATE_MBIT)
         name = f"step at 1 Gbit/s, {self.variant.name}, {self.nodes} nodes"
-        step_ms, free_ms = 1e3 * median(self.step_s), 1e3 * median(self.free_s)
+        step_ms, free_ms, wire_ms = (1e3 * s for s in (median(self.step_s), median(self.free_s), wire_s))
         if not wire_s:
             wire_ms = 1e3 * max(self.sent_bytes) * 8 / (1e6 * RATE_MBIT)
             note = f"seconds; {step_ms:.0f} ms a step, of which its bytes take {wire_ms:.0f} ms"
             return Figure(name, step_ms / 1e3, note=note, no_limit="its bytes take no time")
-        note = (
-            f"{step_ms:.0f} ms a step; sending alone takes {1e3 * wire_s:.0f} ms, the cores' work {free_ms:.0f} ms"
-        )
+        note = f"{step_ms:.0f} ms a step; sending alone takes {wire_ms:.0f} ms, the cores' work {free_ms:.0f} ms"
         alone = "forward and update" if self.variant.overlaps else "computing"
         note += f", of which {alone} {1e3 * median(self.alone_s):.0f} ms"
         peer = f"the longer of {alone} with the wire, and the cores' work"

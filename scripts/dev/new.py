@@ -71,11 +71,7 @@ def rename(text: str, source: str, name: str) -> str:
 
 @command
 def main(argv: list[str]) -> None:
-    """Copy a recipe.
-
-    Raises:
-        UserError: the name is taken or invalid, or torchrun does not start the recipe's ranks.
-    """
+    """Copy a recipe; raises UserError if the name is taken or invalid, or torchrun does not start its ranks."""
     parser = Parser("make new", "Copy a recipe under a new name, with a test.")
     parser.add_argument("--name", default="")
     parser.add_argument("--from", dest="source", default="ddp")
@@ -85,9 +81,7 @@ def main(argv: list[str]) -> None:
         way = "launch files start this recipe in its own way, by its name"
         raise UserError(f"FROM={source}: {way}; copy {', '.join(SOURCES[:-1])} or {SOURCES[-1]}")
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
-        raise UserError(
-            f"NAME={name}: give lower-case letters, digits and _, as for a module of Python: NAME=mine"
-        )
+        raise UserError(f"NAME={name}: give lower-case letters, digits and _, as for a Python module: NAME=mine")
     folder, test = ROOT / "recipes" / name, ROOT / "tests" / "parallel" / f"test_{name}.py"
     for path in (folder, test):
         if path.exists():
@@ -96,9 +90,8 @@ def main(argv: list[str]) -> None:
     for path in sorted((ROOT / "recipes" / source).iterdir()):
         if path.is_file():
             (folder / path.name).write_text(rename(path.read_text(), source, name))
-    test.write_text(
-        TEST.format(name=name, options=OPTIONS.get(source, []), page_options=PAGE_OPTIONS.get(source, []))
-    )
+    options, page_options = OPTIONS.get(source, []), PAGE_OPTIONS.get(source, [])
+    test.write_text(TEST.format(name=name, options=options, page_options=page_options))
     print(f"copied recipes/{source} to recipes/{name}, with a test")
     print(f'try it: make run RECIPE={name} NODES=2   and   make test ARGS="tests/parallel/test_{name}.py"')
 

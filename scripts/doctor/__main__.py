@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +77,13 @@ def parse_args(argv: Sequence[str]) -> Namespace:
 
 
 class Checks:
-    """This node's checks: those of the node itself start at once, the others when node 0 orders them."""
+    """This node's checks: those of itself start at once, those with other nodes when node 0 orders them."""
 
     def __init__(self, this_node: Node, args: Namespace, secret: str) -> None:
         self.this_node, self.args, self.secret = this_node, args, secret
         self.folder = RunsFolder(args.runs_dir, secret, this_node.node_rank)
         self.pool = ThreadPoolExecutor(1)
-        within_s = node.QUICK_S if args.quick and this_node.nnodes == 1 else None
+        within_s = node.QUICK_S if args.quick and this_node.nnodes == 1 else inf
         arguments = (this_node.master_addr, this_node.rdzv_timeout_s, args.runs_dir, args.quick, within_s)
         self.own = self.pool.submit(node.gather, *arguments)
         self.echo: Echo | None = None
@@ -110,9 +111,8 @@ class Checks:
     def run_ranks(self, order: dict[str, Any]) -> dict[str, Any]:
         """Run this node's ranks of the doctor's own job and return what they have found."""
         this_node = replace(self.this_node, master_addr=order["address"], master_port=order["port"])
-        return collectives_job.run_ranks(
-            this_node, self.facts["network"]["interface"], self.args.device, order["timeout_s"]
-        )
+        interface = self.facts["network"]["interface"]
+        return collectives_job.run_ranks(this_node, interface, self.args.device, order["timeout_s"])
 
     def close(self) -> None:
         """Stop the echo server, and remove the probe's files from the runs folder."""
@@ -176,10 +176,9 @@ def lead(this_node: Node, args: Namespace, secret: str) -> int:
             address = node.listening_address(this_node.master_addr, this_node.rdzv_timeout_s)
             coordinator.gather(listen(address, this_node.master_port), this_node.rdzv_timeout_s, say)
         except (OSError, UserError) as error:
-            here = f"node 0 ({socket.gethostname()})"
+            what = f"node 0 ({socket.gethostname()}) cannot listen at {case.master}"
             why = getattr(error, "strerror", None) or error
-            remedy = "choose another MASTER_PORT, or fix MASTER_ADDR"
-            say(f"error: {here} cannot listen at {case.master}: {why}; {remedy}")
+            say(f"error: {what}: {why}; choose another MASTER_PORT, or fix MASTER_ADDR")
             return 1
     examine(case, coordinator, args)
     case.messages = checks.folder.read_messages() if this_node.nnodes > 1 else {}

@@ -16,11 +16,9 @@ PROBED = 32
 class Finding:
     """A fault and its remedy."""
 
-    severity: str
-    """error or warning."""
+    severity: str  # error or warning
     nodes: tuple[int, ...]
-    what: str
-    """The fault, with the nodes' names and the offending values."""
+    what: str  # the fault, with the nodes' names and the offending values
     remedy: str
     rule: str = ""
 
@@ -31,30 +29,22 @@ class Finding:
 
 @dataclass
 class Case:
-    """What the nodes have found out; parts that were not reached are empty."""
+    """What the nodes have found out, by node rank; parts that were not reached are empty."""
 
     nnodes: int
-    master: str = ""
-    """MASTER_ADDR:MASTER_PORT."""
+    master: str = ""  # MASTER_ADDR:MASTER_PORT
     wait_s: float = 0.0
-    facts: dict[int, Facts] = field(default_factory=dict)
-    """By rank: what node.gather returned."""
-    refused: list[tuple[int, str]] = field(default_factory=list)
-    """Nodes that were rejected: the rank that each claims, and why."""
-    messages: dict[int, str] = field(default_factory=dict)
-    """By rank: the message that a node that did not connect has left in the shared folder."""
-    lost: dict[int, tuple[str, str]] = field(default_factory=dict)
-    """By rank: the order during which a node was lost, and why."""
-    skipped: list[str] = field(default_factory=list)
-    """Orders for which there was no time left."""
+    facts: dict[int, Facts] = field(default_factory=dict)  # what node.gather returned
+    refused: list[tuple[int, str]] = field(default_factory=list)  # rejected nodes: the rank each claims, and why
+    messages: dict[int, str] = field(default_factory=dict)  # of nodes that did not connect, by the shared folder
+    lost: dict[int, tuple[str, str]] = field(default_factory=dict)  # the order at which a node was lost, and why
+    skipped: list[str] = field(default_factory=list)  # orders for which there was no time left
     clocks: dict[int, tuple[float, float]] = field(default_factory=lambda: {0: (0.0, 0.0)})
-    """By rank: the seconds that its clock is ahead of node 0's when it connects, and the possible error."""
+    """The seconds that a node's clock is ahead of node 0's when it connects, and the possible error."""
     written: dict[int, Facts] = field(default_factory=dict)
     seen: dict[int, list[int]] = field(default_factory=dict)
-    peers: dict[int, dict[str, Facts]] = field(default_factory=dict)
-    """What node a sees of node b: peers[a][str(b)]."""
-    ranks: dict[int, Facts] = field(default_factory=dict)
-    """By node: what collectives_job.run_ranks returned."""
+    peers: dict[int, dict[str, Facts]] = field(default_factory=dict)  # what a sees of b: peers[a][str(b)]
+    ranks: dict[int, Facts] = field(default_factory=dict)  # what collectives_job.run_ranks returned
 
     def fact(self, rank: int, part: str, default: Any = None) -> Any:
         """Return a part of a node's facts, or the default if the node has not sent it or does not know it."""

@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -48,21 +49,19 @@ VARIABLES = ("NNODES", "NPROC_PER_NODE", "FABRIC", "CUDA_VISIBLE_DEVICES")
 Facts = dict[str, Any]
 
 
-def gather(
-    master_addr: str, name_timeout_s: int, runs_dir: Path, is_quick: bool, within_s: float | None = None
-) -> Facts:
-    """Return this node's facts; each part has a time limit, and no part exceeds within_s if that is given."""
+def gather(master_addr: str, name_timeout_s: int, runs_dir: Path, is_quick: bool, within_s: float = inf) -> Facts:
+    """Return this node's facts; each part has a time limit, which is at most within_s."""
     parts: dict[str, Callable[[], Any]] = {
         "names": lambda: sorted({socket.gethostname(), socket.getfqdn()} - {"localhost"}),
         "network": lambda: network(master_addr, name_timeout_s),
         "limits": limits,
         "disk": lambda: disks(runs_dir),
-        "rdma": rdma_devices,
+        "rdma": lambda: sorted(path.name for path in infiniband().glob("*")),  # they need locked memory
         "rdma_gbit_s": rdma_rates,
         "kernel_log": kernel_log.read,
         "revision": revision,
         "code": code_digest,
-        "gpus": lambda: gpus(within_s / 2 if within_s else COMMAND_TIMEOUT_S),
+        "gpus": lambda: gpus(min(COMMAND_TIMEOUT_S, within_s / 2)),
     }
     facts: Facts = {
         "errors": {},
@@ -77,7 +76,7 @@ def gather(
     def find_out(name: str) -> None:
         bound = name_timeout_s + PART_TIMEOUT_S if name == "network" else PART_TIMEOUT_S
         try:
-            facts[name] = call_within(parts[name], min(bound, within_s or bound))
+            facts[name] = call_within(parts[name], min(bound, within_s))
         except (OSError, ValueError, LookupError, ImportError, subprocess.SubprocessError) as error:
             facts[name], facts["errors"][name] = None, one_line(error)
 
@@ -107,10 +106,8 @@ def machine_id() -> str:
 def network(master_addr: str, name_timeout_s: int) -> Facts:
     """Return the interface for gloo, its address and MTU, and the address that MASTER_ADDR resolves to here.
 
-    It is GLOO_SOCKET_IFNAME's, or the one on the route to MASTER_ADDR. NCCL_SOCKET_IFNAME is only checked.
-
-    Raises:
-        UserError: MASTER_ADDR is unknown or has no route, or a variable names an interface that does not exist.
+    It is GLOO_SOCKET_IFNAME's, or the one on the route to MASTER_ADDR. NCCL_SOCKET_IFNAME is only checked. Raises
+    UserError if MASTER_ADDR is unknown or has no route, or a variable names an interface that does not exist.
     """
     import psutil
 
@@ -144,11 +141,7 @@ def network(master_addr: str, name_timeout_s: int) -> Facts:
 
 
 def listening_address(master_addr: str, name_timeout_s: int) -> str:
-    """Return the address of node 0 to which the others connect, whatever interface the variables name.
-
-    Raises:
-        UserError: MASTER_ADDR is unknown, or no route leads there.
-    """
+    """Return node 0's address for the others, whatever interface the variables name; raises UserError."""
     family, target = resolve(master_addr, name_timeout_s)
     interface = interface_to(master_addr)
     addresses = interface_addresses(family).get(interface, [])
@@ -190,11 +183,6 @@ def infiniband() -> Path:
     return Path(os.environ.get("SYSFS", "/sys")) / "class/infiniband"
 
 
-def rdma_devices() -> list[str]:
-    """Return the RDMA devices, which need locked memory."""
-    return sorted(path.name for path in infiniband().glob("*"))
-
-
 def rdma_rates() -> dict[str, float]:
     """Return the Gbit/s of each device's active port, which /sys shows as "400 Gb/sec (4X NDR)"."""
     ports = [port for port in infiniband().glob("*/ports/*") if "ACTIVE" in (port / "state").read_text()]
@@ -224,9 +212,7 @@ GPU_HEALTH = (ECC_FIELD, *HOT_FIELDS)
 def gpus(timeout_s: float = COMMAND_TIMEOUT_S) -> list[Facts] | None:
     """Return what two or more calls of nvidia-smi say about each GPU, or None if there is no nvidia-smi.
 
-    Raises:
-        ValueError: it fails, or a GPU disappears between two calls.
-        TimeoutError: a call does not end within timeout_s.
+    Raises ValueError if it fails, or a GPU disappears between two calls; TimeoutError if a call hangs.
     """
     if not shutil.which("nvidia-smi"):
         return None

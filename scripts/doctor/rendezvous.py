@@ -56,12 +56,7 @@ class Channel:
         self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, timeout_s: float, max_bytes: int = MAX_LINE_BYTES) -> Answer:
-        """Return the next message.
-
-        Raises:
-            OSError: no message came within timeout_s, or the connection is lost.
-            ValueError: the line is not a JSON object.
-        """
+        """Return the next message; raises OSError if none comes in time, ValueError if it is no JSON object."""
         self.connection.settimeout(timeout_s)
         try:
             line = call_within(lambda: self.lines.readline(max_bytes), timeout_s)
@@ -84,8 +79,7 @@ class Channel:
 def introduce(channel: Channel, this_node: Node, secret: str) -> str:
     """Prove to node 0 that this node knows the secret, and have node 0 do so; return why it refuses, or "".
 
-    Raises:
-        OSError, ValueError, KeyError, TypeError: the program that answers is not node 0 of this job.
+    Raises OSError, ValueError, KeyError or TypeError if the program that answers is not node 0 of this job.
     """
     nonce, own = channel.receive(CONNECT_TIMEOUT_S, MAX_HELLO_BYTES)["nonce"], os.urandom(16).hex()
     proof = mac(secret, f"node {nonce} {own} {this_node.node_rank} {this_node.nnodes}".encode()).hex()
@@ -102,9 +96,7 @@ def introduce(channel: Channel, this_node: Node, secret: str) -> str:
 def join(this_node: Node, secret: str, timeout_s: float) -> Channel:
     """Connect to node 0, which may start within timeout_s, and return the channel.
 
-    Raises:
-        MissingNodeError: its name is unknown, nothing answers, or another program does.
-        UserError: node 0 refuses this node, and has made its report by now.
+    Raises MissingNodeError if node 0 does not answer; UserError if it refuses this node, after its report.
     """
     deadline = time.monotonic() + timeout_s
     _, address = resolve(this_node.master_addr, int(timeout_s))
@@ -136,14 +128,11 @@ def join(this_node: Node, secret: str, timeout_s: float) -> Channel:
 class Coordinator:
     """Node 0's side: the nodes that are present, and how to ask all of them."""
 
-    case: Case
-    """Where clocks, and nodes that were rejected or lost, are noted."""
+    case: Case  # where clocks, and nodes that were rejected or lost, are noted
     secret: str
-    carry_out: Callable[[Answer], Answer]
-    """Carries out an order on node 0 itself."""
+    carry_out: Callable[[Answer], Answer]  # carries out an order on node 0 itself
     channels: dict[int, Channel] = field(default_factory=dict)
-    waiting: list[Channel] = field(default_factory=list)
-    """Channels of rejected nodes, which stay open until the report is printed."""
+    waiting: list[Channel] = field(default_factory=list)  # of rejected nodes: open until the report is printed
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_closed: bool = False
 
@@ -237,10 +226,7 @@ class Coordinator:
 def serve(channel: Channel, carry_out: Callable[[Answer], Answer], gathering_s: float) -> int:
     """Carry out node 0's orders until it sends "end"; return the status that it sends.
 
-    Node 0 may wait gathering_s for other nodes before its first order.
-
-    Raises:
-        UserError: the connection to node 0 is lost.
+    Node 0 may wait gathering_s for other nodes before its first order. Raises UserError if node 0 is lost.
     """
     try:
         order = channel.receive(gathering_s + SILENCE_S)

@@ -226,6 +226,7 @@ def shared_folder(case: Case) -> Findings:
 
 
 OWN_IMAGE = "make setup on each node, or the same image everywhere"
+SAME_REVISION = "check out the same revision, or use the same image"
 VERSIONS: dict[str, tuple[Callable[[Facts], str | None], str]] = {
     "torch": (lambda facts: (facts.get("torch") or {}).get("version"), OWN_IMAGE),
     "NCCL": (lambda facts: (facts.get("torch") or {}).get("nccl"), OWN_IMAGE),
@@ -234,14 +235,8 @@ VERSIONS: dict[str, tuple[Callable[[Facts], str | None], str]] = {
         lambda facts: ", ".join(sorted({gpu["driver_version"] for gpu in facts.get("gpus") or []})),
         "install the same NVIDIA driver on each node",
     ),
-    "our revision": (
-        lambda facts: facts.get("revision"),
-        "check out the same revision, or use the same image (give a new build a new tag)",
-    ),
-    "our code": (
-        lambda facts: facts.get("code"),
-        "files of recipes/ or scripts/ differ: check out the same revision, or use the same image",
-    ),
+    "our revision": (lambda facts: facts.get("revision"), f"{SAME_REVISION} (give a new build a new tag)"),
+    "our code": (lambda facts: facts.get("code"), f"files of recipes/ or scripts/ differ: {SAME_REVISION}"),
 }
 
 
@@ -441,27 +436,11 @@ def bandwidth(case: Case) -> Findings:
 
 
 RULES: tuple[Callable[[Case], Findings], ...] = (
-    attendance,
-    node_errors,
-    names,
-    links_up,
-    ports,
-    clocks,
-    limits,
-    disks,
-    shared_folder,
-    versions,
-    torch_works,
-    gpus_visible,
-    gpu_health,
-    floors.kernel_log,
-    floors.gpu_floors,
-    collectives,
-    sums,
-    floors.transport,
-    floors.rails,
-    bandwidth,
+    *(attendance, node_errors, names, links_up, ports, clocks, limits, disks, shared_folder, versions),
+    *(torch_works, gpus_visible, gpu_health, floors.kernel_log, floors.gpu_floors),
+    *(collectives, sums, floors.transport, floors.rails, bandwidth),
 )
+"""Rules on nodes, on GPUs, and on the ranks of the doctor's own job."""
 
 
 def judge(case: Case) -> list[Finding]:

@@ -94,11 +94,9 @@ def speed(device: torch.device) -> float:
 
 def copy_speed(source: torch.device, target: torch.device) -> float:
     """Return the GB/s of copies between a GPU and pinned memory, or between two GPUs; the best of four."""
-    data, into = (
-        torch.empty(COPY_BYTES, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu")
-        for device in (source, target)
-    )
-    gpus = [device for device in (source, target) if device.type == "cuda"]
+    pair = (source, target)
+    data, into = (torch.empty(COPY_BYTES, dtype=torch.uint8, device=d, pin_memory=d.type == "cpu") for d in pair)
+    gpus = [device for device in pair if device.type == "cuda"]
     best = 0.0
     for _ in range(4):  # the first one sets up the path
         for gpu in gpus:

@@ -40,14 +40,10 @@ class Fault:
 
     plant: Callable[[Trial], str]
     then: str
-    needs: str = ""
-    """What the machine has to have for it: network, loss, rate or cc."""
-    timeout_s: float = 6.0
-    """--timeout-s: how long a rank waits for another."""
-    intervals: int = 1
-    """Number of checkpoint intervals that may be lost."""
-    recipe: str = "ddp"
-    """ddp, or fsdp with sharded checkpoints, where each rank writes its own file."""
+    needs: str = ""  # what the machine has to have for it: network, loss, rate or cc
+    timeout_s: float = 6.0  # --timeout-s: how long a rank waits for another
+    intervals: int = 1  # number of checkpoint intervals that may be lost
+    recipe: str = "ddp"  # or fsdp with sharded checkpoints, where each rank writes its own file
 
     @property
     def model(self) -> str:

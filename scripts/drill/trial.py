@@ -76,15 +76,12 @@ class Figures:
     """From the fault to the end of the job on all nodes, or of the round; None if the job continues through it."""
     training_again_s: float | None = None
     """From the fault to the next new step; if the job continues through it, the longest pause between steps."""
-    steps_lost: int | None = None
-    """Steps that were done and have to be done again."""
-    weights: str = ""
-    """equal: bit for bit as in the undisturbed run; else the largest relative difference of a loss."""
+    steps_lost: int | None = None  # that were done and have to be done again
+    weights: str = ""  # "equal" to the undisturbed run's, bit for bit; else the largest difference of a loss
     left_over: list[str] = field(default_factory=list)
     starts: int = 0
     world_sizes: list[int] = field(default_factory=list)
-    failure: str = ""
-    """Why the fault was not survived."""
+    failure: str = ""  # why the fault was not survived
 
 
 class Trial:
@@ -123,11 +120,9 @@ class Trial:
 
     def launch(self, *more: str) -> None:
         """Start the job."""
-        log, timeout = self.folder / "log.txt", ("--timeout-s", str(self.fault.timeout_s))
+        log, words = self.folder / "log.txt", ("--timeout-s", str(self.fault.timeout_s), *more)
         is_elastic = self.fault.then == ROUNDS
-        self.job = self.setting.launch(
-            self.fault, self.run_dir, log, *timeout, *more, is_elastic=is_elastic, **self.env
-        )
+        self.job = self.setting.launch(self.fault, self.run_dir, log, *words, is_elastic=is_elastic, **self.env)
         self.figures.starts += 1
 
     def run(self) -> Figures:
@@ -167,9 +162,8 @@ class Trial:
 
     def _run_fault(self) -> None:
         self._plant()
-        status = {RIDES: self._wait_undisturbed, ROUNDS: self._wait_for_round}.get(
-            self.fault.then, self._wait_for_end
-        )()
+        waits = {RIDES: self._wait_undisturbed, ROUNDS: self._wait_for_round}
+        status = waits.get(self.fault.then, self._wait_for_end)()
         while status != 0 or not (self.run_dir / "result.json").exists():
             expect(self.figures.starts <= RESTARTS, f"not done after {RESTARTS} restarts (status {status})")
             status = self._restart()
@@ -193,8 +187,7 @@ class Trial:
 
     def _wait_for_round(self) -> int:
         """Wait for an elastic job's next round and for its end; return its exit status."""
-        figures = self.figures
-        lines = self.lines_before
+        figures, lines = self.figures, self.lines_before
         is_noticed = self.job.wait_for(lambda: self.job.text.count("elastic: ") > lines, ELASTIC_NOTICE_S)
         expect(is_noticed, f"the loss was not noticed within {ELASTIC_NOTICE_S:.0f} s")
         figures.noticed_s = time.monotonic() - self.planted

@@ -84,15 +84,11 @@ cuda_toolkit() {
     return 1
 }
 
-nccl_headers() {
-    [[ -n $nccl_wheel || -n ${HOROVOD_NCCL_HOME:-}${HOROVOD_NCCL_INCLUDE:-} || -e /usr/include/nccl.h ]]
-}
-
 # HOROVOD_GPU_OPERATIONS as the user set it wins, also when it is empty: that asks for the CPU.
 user_options=$(env | LC_ALL=C grep -E '^(CXX|HOROVOD_(ALLOW|BUILD|CPU_OP|CUDA|GPU|NCCL|NVTX|WITH)[A-Z_]*)=' |
     grep -vx HOROVOD_GPU_OPERATIONS= | sort || true) # that is in the variant
 cpu_because=
-if [[ -n ${HOROVOD_GPU_OPERATIONS-unset} && ${HOROVOD_GPU_OPERATIONS-unset} != unset ]]; then
+if [[ -n ${HOROVOD_GPU_OPERATIONS:-} ]]; then
     [[ -n $torch_cuda ]] || die "HOROVOD_GPU_OPERATIONS=$HOROVOD_GPU_OPERATIONS, but this torch is a CPU build: unset it, or install a CUDA torch"
     toolkit=$(cuda_toolkit) || die "HOROVOD_GPU_OPERATIONS=$HOROVOD_GPU_OPERATIONS: $toolkit: install CUDA ${torch_cuda%%.*}, set HOROVOD_CUDA_HOME, or unset it"
 elif [[ -v HOROVOD_GPU_OPERATIONS ]]; then
@@ -101,7 +97,7 @@ elif [[ -z $torch_cuda ]]; then
     cpu_because="torch is a CPU build"
 elif ! toolkit=$(cuda_toolkit); then
     cpu_because=$toolkit
-elif ! nccl_headers; then
+elif [[ -z $nccl_wheel${HOROVOD_NCCL_HOME:-}${HOROVOD_NCCL_INCLUDE:-} && ! -e /usr/include/nccl.h ]]; then
     cpu_because="no nccl.h: neither torch's wheel nor libnccl-dev"
 else
     export HOROVOD_GPU_OPERATIONS=NCCL

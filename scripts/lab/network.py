@@ -85,11 +85,9 @@ class Network:
 
     def _answer_names_at_once(self) -> None:
         """Make name look-ups end at once: no name server can be reached from here."""
+        hosts = f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n"
         with tempfile.TemporaryDirectory() as folder:
-            for name, text in {
-                "hosts": f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n",
-                "resolv.conf": "options timeout:1 attempts:1\n",
-            }.items():
+            for name, text in (("hosts", hosts), ("resolv.conf", "options timeout:1 attempts:1\n")):
                 path = Path(folder) / name
                 path.write_text(text)
                 run_checked("mount", "--bind", str(path), f"/etc/{name}")  # the mount keeps the deleted file
@@ -143,19 +141,11 @@ class Network:
         return ["nsenter", f"--net=/run/netns/{self.names[node]}", "--", *command]
 
     def run_ranks(self, command: Sequence[str], nodes: int, threads: int, timeout_s: float) -> list[str]:
-        """Run a command as one rank on each of `nodes` nodes until all have ended; return what each rank printed.
-
-        Raises:
-            RuntimeError: a rank failed or did not end within timeout_s; the message has the end of its output.
-        """
+        """Run a command as one rank on each node; return what each printed; raises RuntimeError if one fails."""
         port, commands = free_port(), []
+        own = {"MASTER_ADDR": self.addresses[0], "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": str(threads)}
         for rank in range(nodes):
-            environment = node_environment(rank, nodes, 1, [], port) | rank_environment(rank, nodes, 1)
-            environment |= {
-                "MASTER_ADDR": self.addresses[0],
-                "GLOO_SOCKET_IFNAME": "eth0",
-                "OMP_NUM_THREADS": str(threads),
-            }
+            environment = node_environment(rank, nodes, 1, [], port) | rank_environment(rank, nodes, 1) | own
             commands.append((self.inside(rank, command), environment))
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             done = run_side_by_side(commands, Path(folder), timeout_s)

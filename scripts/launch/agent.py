@@ -40,14 +40,9 @@ def read_node(rdzv_timeout_s: int = 300) -> Node:
     if node_rank >= nnodes:
         raise UserError(f"NODE_RANK {node_rank} of NNODES {nnodes}: node ranks count from 0")
     master_addr, master_port = read_master(nnodes)
-    return Node(
-        nnodes,
-        node_rank,
-        nproc_per_node=read_number("NPROC_PER_NODE", 1, at_least=1),
-        master_addr=master_addr,
-        master_port=master_port,
-        rdzv_timeout_s=read_number("RDZV_TIMEOUT_S", rdzv_timeout_s, at_least=1),
-    )
+    nproc_per_node = read_number("NPROC_PER_NODE", 1, at_least=1)
+    timeout_s = read_number("RDZV_TIMEOUT_S", rdzv_timeout_s, at_least=1)
+    return Node(nnodes, node_rank, nproc_per_node, master_addr, master_port, timeout_s)
 
 
 @contextlib.contextmanager
@@ -55,10 +50,8 @@ def quiet_import() -> Iterator[None]:
     """Silence torch's C++ warnings while this process imports it; those of a script are not this launcher's.
 
     If node 0, which serves the store, leaves the last barrier first, the other agents would print twenty lines
-    about a lost connection at the end of a successful job.
-
-    Torch's 200,000 objects never become garbage: without garbage collection, importing it and ending this process
-    take 0.2 s less each.
+    about a lost connection. Torch's 200,000 objects never become garbage: without garbage collection, its import
+    and the end of this process take 0.2 s less each.
     """
     name = "TORCH_CPP_LOG_LEVEL"
     is_set = name in os.environ

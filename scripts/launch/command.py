@@ -33,7 +33,6 @@ ONE_PROCESS = ("single", "dataparallel")
 NOT_ELASTIC = (*ONE_PROCESS, "probe", "spawn", "horovod")
 """Recipes that cannot continue after the loss of a node."""
 
-
 VARIABLES = (
     *("NODES", "NPROC_PER_NODE", "MIN_NODES", "MAX_RESTARTS", "ROUNDS", "SEED", "GPUS", "NAME", "FABRIC", "TIME"),
     *("GLOBAL_BATCH", "STOP_AFTER", "RESUME"),
@@ -102,6 +101,11 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
             return 1
 
     return run
+
+
+def warn(text: str) -> None:
+    """Print a warning to standard error."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def discard_output() -> None:
@@ -211,17 +215,8 @@ def temporary_folder() -> Iterator[str]:
 
 
 def markdown_table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Return rows, the first being the header, as a Markdown table with padded columns.
-
-    The first `left` columns are aligned to the left, the others to the right.
-    """
+    """Return rows, the first one the header, as a Markdown table whose first `left` columns align to the left."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     rule = [("-" * width if i < left else "-" * (width - 1) + ":") for i, width in enumerate(widths)]
-    lines = [
-        [
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in rows
-    ]
-    return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], rule, *lines[1:]])
+    form = "| " + " | ".join(f"{{:{'<' if i < left else '>'}{width}}}" for i, width in enumerate(widths)) + " |"
+    return "\n".join(form.format(*cells) for cells in (rows[0], rule, *rows[1:]))

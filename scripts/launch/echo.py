@@ -94,11 +94,7 @@ class Echo:
 def try_port(address: str, port: int, secret: str, size: int = LARGE_BYTES) -> dict[str, Any]:
     """Return {"stage": "done"} and the latency, or the stage at which a connection to an Echo failed and why.
 
-    Args:
-        address: the Echo's address.
-        port: the Echo's port.
-        secret: what both sides know.
-        size: how many bytes the Echo is to send back, LARGE_BYTES or 0.
+    `size` is the number of bytes that the Echo is to send back, LARGE_BYTES or 0.
     """
     stage, begin = "connect", time.monotonic()
     try:

@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta, tzinfo
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -53,7 +54,7 @@ from recipes.common.process.node import Failure, Node, wait_for_head
 from recipes.common.process.open_files import allow_connections
 from recipes.common.process.parent import end_with_launcher
 from recipes.common.process.rendezvous_errors import MissingNodeError, MissingStoreError
-from scripts.launch import rank_processes, script, torch_agent
+from scripts.launch import rank_processes, rejoin, script, torch_agent
 from scripts.launch.command import command
 from scripts.launch.rank_processes import (
     SAVING,
@@ -63,15 +64,7 @@ from scripts.launch.rank_processes import (
     rank_command,
     report_if_stopped,
 )
-from scripts.launch.rejoin import (
-    HAS_RETURNED,
-    LOST_STATUS,
-    UnsavedStopError,
-    last_launch,
-    options_of_later_rounds,
-    resume_hint,
-    say,
-)
+from scripts.launch.rejoin import LOST_STATUS, UnsavedStopError, resume_hint, say
 from scripts.launch.torch_agent import failures_of, listening_fd, worker_spec
 
 BEAT_S = 1
@@ -99,14 +92,14 @@ CHECKPOINT_TIMEOUT_S = 60.0
 """How long ranks may take to write a checkpoint before a node joins or leaves."""
 
 REFUSAL_WAIT_S = 3.0
-"""How much longer than for a lost node, which also causes status 2, a refusal waits for those of other nodes."""
+"""How long to wait for all nodes' refusals once a lost node, which also causes status 2, would be noticed."""
 
 EXIT_BARRIER_S = 60.0
 """How long a node whose ranks have finished waits for the others; with a script, as long as their ranks run."""
 
 
 def beat_interval_s(nnodes: int) -> int:
-    """Return the interval between two heartbeats of a node: that of all nodes' writes grows as their size does."""
+    """Return the interval between two heartbeats of a node: more nodes write more often, and more each time."""
     return max(BEAT_S, round(BEAT_S * (nnodes / NODES_BEATING) ** 2))
 
 
@@ -119,13 +112,7 @@ def names_of(nodes: Iterable[Any]) -> str:
 
 
 def serve(port: int, address: str = "", ready_file: str = "") -> None:
-    """Serve the job's store, with the job's clock in it, until this process is killed.
-
-    ready_file is created once the store is up.
-
-    Raises:
-        UserError: the port is taken, or this machine does not have the address.
-    """
+    """Serve the job's store, with the job's clock in it; create ready_file once it is up; raises UserError."""
     allow_connections(10**6)  # as many as it may: it does not know the number of nodes
     listener = listening_fd(address, port)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to all steps, this one included
@@ -215,20 +202,14 @@ class Handler(DynamicRendezvousHandler):
     """torchrun's rendezvous, which also reports lost nodes as a reason to restart."""
 
     _node_desc_generator = NodeDescGenerator()
-    members: frozenset[Any] = frozenset()
-    """The nodes of the round."""
-    left: frozenset[Any] = frozenset()
-    """Members that have left the round since, lost or to restart their ranks."""
-    lost: frozenset[Any] = frozenset()
-    """Those of `left` that are not waiting to join again."""
+    members: frozenset[Any] = frozenset()  # the nodes of the round
+    left: frozenset[Any] = frozenset()  # members that have left the round since, lost or to restart their ranks
+    lost: frozenset[Any] = frozenset()  # those of `left` that are not waiting to join again
     round = 0
-    has_stopped = False
-    """Whether this node's ranks have stopped because a node joins or leaves."""
-    has_saved = False
-    """Whether they then ended with status 0, after a checkpoint."""
+    has_stopped = False  # whether this node's ranks have stopped because a node joins or leaves
+    has_saved = False  # whether they then ended with status 0, after a checkpoint
     has_announced_finish = False
-    has_result = False
-    """Whether this node's ranks have finished, or failed for the last time."""
+    has_result = False  # whether this node's ranks have finished, or failed for the last time
     is_over = False
     _begun_s = 0.0
     _newcomers_since_s = 0.0
@@ -307,11 +288,7 @@ class Handler(DynamicRendezvousHandler):
         self.has_announced_finish = True
 
     def has_finished(self) -> bool:
-        """Whether the ranks of all nodes of the round have finished.
-
-        Raises:
-            UnfinishedError: those of some nodes can no longer finish, and no others are still at work.
-        """
+        """Whether all ranks of the round have finished; raises UnfinishedError if some no longer can."""
         self.num_nodes_waiting()
         is_closed = self._state_holder.state.closed  # read before the keys: the first who sees them all closes
         unfinished = [node for node in self.members if not self.notes.check([self._finished(node)])]
@@ -320,9 +297,8 @@ class Handler(DynamicRendezvousHandler):
         if not is_closed and not self.left.issuperset(unfinished):
             return False
         self.notes.compare_set("status", "", "1")
-        raise UnfinishedError(
-            f"ranks of this node have finished, but not those of {names_of(unfinished)}; {resume_hint()}"
-        )
+        what = f"ranks of this node have finished, but not those of {names_of(unfinished)}"
+        raise UnfinishedError(f"{what}; {resume_hint()}")
 
     def announce_stop(self) -> bool:
         """Note that ranks of this round are asked to stop, so that their status 0 does not end the job.
@@ -409,17 +385,9 @@ def create_handler(endpoint: str, job: str, min_nodes: int, node: Node, address:
     JobClock.offset_s = float(store.get("clock")) - time.monotonic()
     timeouts = Timeouts(join=timedelta(seconds=node.rdzv_timeout_s))
     Handler._node_desc_generator.number = node.node_rank
-    handler = Handler.from_backend(
-        job,
-        store,
-        Backend(connect(endpoint), job),
-        min_nodes,
-        node.nnodes,
-        address,
-        timeouts,
-        keep_alive_interval=beat_interval_s(node.nnodes),
-        keep_alive_max_attempt=SILENT_BEATS,
-    )
+    backend = Backend(connect(endpoint), job)
+    beats = {"keep_alive_interval": beat_interval_s(node.nnodes), "keep_alive_max_attempt": SILENT_BEATS}
+    handler = Handler.from_backend(job, store, backend, min_nodes, node.nnodes, address, timeouts, **beats)
     assert isinstance(handler, Handler)
     timeouts.is_first = lambda: handler._state_holder.state.round == 0
     return handler
@@ -431,17 +399,13 @@ def create_handler(endpoint: str, job: str, min_nodes: int, node: Node, address:
 class Agent(torch_agent.Agent):
     """torchrun's agent of a node, which decides whether a failure restarts the ranks or ends the job."""
 
-    has_run = False
-    """Whether ranks of this node have run, so that a stop between two rounds may lose their work."""
-    failures: dict[int, Failure] | None = None
-    """This node's failed ranks in the newest round."""
+    has_run = False  # whether ranks of this node have run, so that a stop between two rounds may lose their work
+    failures: dict[int, Failure] | None = None  # this node's failed ranks in the newest round
 
-    def __init__(
-        self, spec: WorkerSpec, logs: str, handler: Handler, later_arguments: Callable[[], list[str]]
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, logs: str, handler: Handler, later_args: Callable[[], list[str]]) -> None:
         super().__init__(spec, DefaultLogsSpecs(logs), exit_barrier_timeout=EXIT_BARRIER_S)
-        self.handler, self.later_arguments = handler, later_arguments
-        self.has_run = bool(os.environ.get(HAS_RETURNED))
+        self.handler, self.later_args = handler, later_args
+        self.has_run = bool(os.environ.get(rejoin.HAS_RETURNED))
 
     def run(self, role: str = "default") -> RunResult:
         """Run the node's ranks to the end of the job."""
@@ -457,7 +421,7 @@ class Agent(torch_agent.Agent):
         self.handler.has_saved, self.has_run = False, True
         self.failures = None
         if self.handler.round > 0:
-            worker_group.spec.args = tuple(self.later_arguments())
+            worker_group.spec.args = tuple(self.later_args())
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -524,9 +488,8 @@ class Agent(torch_agent.Agent):
         with contextlib.suppress(RendezvousError, DistError):  # the store may have ended with the node that has it
             self.handler.leave()
         if not has_checkpoint:
-            raise UnsavedStopError(
-                f"stopped after this node's ranks had ended without a checkpoint, as said above; {resume_hint()}"
-            )
+            what = "stopped after this node's ranks had ended without a checkpoint, as said above"
+            raise UnsavedStopError(f"{what}; {resume_hint()}")
         raise SignalException("this node leaves the job", signal.Signals(min(STOPPED_BY)))
 
     def _ask_for_checkpoint(self, worker_group: WorkerGroup) -> RunResult:
@@ -549,24 +512,18 @@ class Agent(torch_agent.Agent):
 
 NEEDED = (
     (LocalElasticAgent, ("_start_workers", "_monitor_workers", "_stop_workers", "_exit_barrier")),
-    (
-        DynamicRendezvousHandler,
-        ("_node_desc_generator", "from_backend", "next_rendezvous", "num_nodes_waiting", "_stop_heartbeats"),
-    ),
     (dynamic_rendezvous, ("datetime", "get_method_name", "_RendezvousExitOp")),
+    (dynamic_rendezvous._BackendRendezvousStateHolder, ("_last_sync_time",)),
+    (DynamicRendezvousHandler, ("from_backend", "next_rendezvous", "num_nodes_waiting", "_stop_heartbeats")),
+    (DynamicRendezvousHandler, ("_node_desc_generator", "_this_node", "_store", "_state_holder", "_op_executor")),
 )
 """What the classes above extend or use in torch, and what install() replaces."""
-
-NEEDED_FIELDS = (
-    (DynamicRendezvousHandler, ("_this_node", "_store", "_state_holder", "_op_executor")),
-    (dynamic_rendezvous._BackendRendezvousStateHolder, ("_last_sync_time",)),
-)
 
 
 def install() -> None:
     """Make torch's rendezvous in this process use the job's clock; raises UserError if this torch lacks a name."""
-    missing = [name for owner, names in NEEDED for name in names if not hasattr(owner, name)]
-    missing += [name for owner, names in NEEDED_FIELDS for name in names if name not in owner.__annotations__]
+    needed = [(owner, name) for owner, names in NEEDED for name in names]
+    missing = [name for owner, name in needed if not hasattr(owner, name) and name not in owner.__annotations__]
     if missing:
         raise UserError(
             f"torch {torch.__version__} has no {missing[0]}, which elastic jobs need; "
@@ -597,10 +554,9 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
     try:
         handler = create_handler(endpoint, job, min_nodes, node, address)
         spec = worker_spec(node, recipe, options, handler, max_restarts, local_addr=address)
-        replaced = handler.notes.compare_set("replaced", "", last_launch(options)).decode()
-        agent = Agent(
-            spec, logs, handler, lambda: rank_command(recipe, options_of_later_rounds(options, replaced))[1:]
-        )
+        replaced = handler.notes.compare_set("replaced", "", rejoin.last_launch(options)).decode()
+        later_options = partial(rejoin.options_of_later_rounds, options, replaced)
+        agent = Agent(spec, logs, handler, lambda: rank_command(recipe, later_options())[1:])
         rank_processes.announce_stop = handler.announce_stop
         threading.Thread(target=handler.watch_store, args=(give_up,), daemon=True).start()
         try:
@@ -617,9 +573,8 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
         say(f"the job has ended without this node, with status {status}")
         return status
     except RendezvousTimeoutError:
-        raise MissingNodeError(
-            f"fewer than {min_nodes} nodes (MIN_NODES) within {node.rdzv_timeout_s} s; {resume_hint()}"
-        ) from None
+        what = f"fewer than {min_nodes} nodes (MIN_NODES) within {node.rdzv_timeout_s} s"
+        raise MissingNodeError(f"{what}; {resume_hint()}") from None
     except (RendezvousError, DistError, OSError) as error:
         say(f"lost the store at {endpoint}: {(str(error).strip() or repr(error)).splitlines()[0]}")
         return LOST_STATUS

@@ -15,12 +15,8 @@ TIMEOUT_S = 60.0
 def fabric_environment(**defaults: str) -> tuple[dict[str, str], str]:
     """Return the environment after fabric.sh, and the line in which fabric.sh reports its choice.
 
-    Args:
-        defaults: values for variables that the environment does not set, such as FABRIC.
-
-    Raises:
-        UserError: fabric.sh refuses.
-        subprocess.TimeoutExpired: a device or a name look-up does not answer.
+    `defaults` are for variables that the environment does not set, such as FABRIC. Raises UserError if fabric.sh
+    refuses, subprocess.TimeoutExpired if a device or a name look-up does not answer.
     """
     done = subprocess.run(
         ["bash", "-c", "source scripts/launch/fabric.sh >&2 && env -0"],

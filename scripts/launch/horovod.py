@@ -56,9 +56,8 @@ def resolve_ipv4(name: str) -> str:
     try:
         return socket.gethostbyname(name)
     except OSError:
-        raise UserError(
-            f"MASTER_ADDR {name} has no IPv4 address, and Horovod meets by IPv4 only; name one of node 0's"
-        ) from None
+        what = f"MASTER_ADDR {name} has no IPv4 address, and Horovod meets by IPv4 only"
+        raise UserError(f"{what}; name one of node 0's") from None
 
 
 def environment(node: Node, local_rank: int) -> dict[str, str]:

@@ -27,9 +27,7 @@ VIRTUAL = ("docker", "virbr", "veth", "br-", "cni", "flannel")
 def resolve(host: str, timeout_s: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
     """Return the address family and the address of a name, waiting up to timeout_s for the name to become known.
 
-    Raises:
-        MissingNodeError: the name is still unknown after timeout_s.
-        UserError: the name is unknown, and timeout_s is 0.
+    Raises MissingNodeError if it is still unknown then, or UserError if timeout_s is 0.
     """
     begin, is_announced = time.monotonic(), False
     while True:
@@ -87,11 +85,7 @@ def interface_to(host: str, timeout_s: int = 0) -> str:
 
     On the host itself, its own name may resolve to 127.0.1.1 (Debian's default) or ::1, which others cannot
     reach. The result is then an interface that is up, has an address and is not a loopback: that of the default
-    route, else one that is not virtual.
-
-    Raises:
-        UserError: the name is unknown, or no route leads to the host.
-        MissingNodeError: the name is still unknown after timeout_s.
+    route, else one that is not virtual. Raises as resolve(), and UserError if no route leads to the host.
     """
     import psutil
 
@@ -99,11 +93,9 @@ def interface_to(host: str, timeout_s: int = 0) -> str:
     interfaces = interface_addresses(socket.AF_INET, socket.AF_INET6)
     if is_loopback(local) and not is_loopback(host) and host != "localhost":
         up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-        others = [
-            name for name, own in interfaces.items() if name in up and own and not any(map(is_loopback, own))
-        ]
-        if others:
-            return by_preference(others)[0]
+        found = [name for name, own in interfaces.items() if name in up and own and not any(map(is_loopback, own))]
+        if found:
+            return by_preference(found)[0]
     return next((name for name, addresses in interfaces.items() if local in addresses), "lo")
 
 

@@ -9,7 +9,6 @@ checkpoint, then leave). Ctrl-C, or a node that fails, ends every process within
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import itertools
@@ -25,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -48,6 +48,7 @@ from scripts.launch.command import (
     parse,
     recipes,
     temporary_folder,
+    warn,
 )
 from scripts.launch.cores import count_cores
 from scripts.launch.processes import end_groups, start_process
@@ -88,7 +89,7 @@ def visible_gpus() -> list[str]:
     if not shutil.which("nvidia-smi"):
         if found := next(DEVICES.glob("nvidia[0-9]*"), None):  # a container may have any one of them
             what = f"{found} is there and nvidia-smi is not in PATH: no GPU is used"
-            print(f"warning: {what}; set CUDA_VISIBLE_DEVICES=0,1,... to use them", file=sys.stderr, flush=True)
+            warn(f"{what}; set CUDA_VISIBLE_DEVICES=0,1,... to use them")
         return []
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
@@ -96,13 +97,13 @@ def visible_gpus() -> list[str]:
         raise UserError("nvidia-smi -L does not answer; fix the driver, or set CUDA_VISIBLE_DEVICES") from None
     if listing.returncode:
         last = "".join((listing.stdout + listing.stderr).strip().splitlines()[-1:])
-        print(f"warning: nvidia-smi -L failed (status {listing.returncode}): {last}", file=sys.stderr, flush=True)
+        warn(f"nvidia-smi -L failed (status {listing.returncode}): {last}")
     # MIG: CUDA shows one instance of one GPU to a process, and no GPU beside it.
     gpus = re.findall(r"^GPU (\d+):.*\n(?!\s+MIG)", f"{listing.stdout}\n", re.MULTILINE)
     if instances := re.findall(r"^\s+MIG .*UUID: (MIG-[^)]*)", listing.stdout, re.MULTILINE):
         gpus = gpus or instances[:1]
         what = f"of {len(instances)} MIG instances, each process can use one: this job uses {','.join(gpus)}"
-        print(f"warning: {what}; set CUDA_VISIBLE_DEVICES to choose", file=sys.stderr, flush=True)
+        warn(f"{what}; set CUDA_VISIBLE_DEVICES to choose")
     return gpus
 
 
@@ -309,11 +310,8 @@ class ElasticJob(LocalJob):
         super().__init__()
         self.remedy = remedy
         port = free_port()
-        self.environment = {
-            "MIN_NODES": str(min_nodes),
-            "MAX_RESTARTS": str(max_restarts),
-            "RDZV_ENDPOINT": f"{address}:{port}",
-        }
+        self.environment = {"MIN_NODES": str(min_nodes), "MAX_RESTARTS": str(max_restarts)}
+        self.environment["RDZV_ENDPOINT"] = f"{address}:{port}"
         command = [sys.executable, "-m", "scripts.launch.elastic", str(port), address]
         self.store = start_process(command, {**os.environ, "PORT_IS_CHOSEN": "1"}, text=True)
 
@@ -348,7 +346,7 @@ class ElasticJob(LocalJob):
         return super().report(failed)
 
 
-def check_elastic(args: argparse.Namespace) -> tuple[int, int] | None:
+def check_elastic(args: Namespace) -> tuple[int, int] | None:
     """Return MIN_NODES and MAX_RESTARTS of an elastic job, or None for any other job; raises UserError."""
     if args.min_nodes is None:
         if args.max_restarts is not None:
@@ -361,7 +359,7 @@ def check_elastic(args: argparse.Namespace) -> tuple[int, int] | None:
     return args.min_nodes, 3 if args.max_restarts is None else args.max_restarts
 
 
-def parse_args(argv: list[str]) -> argparse.Namespace:
+def parse_args(argv: list[str]) -> Namespace:
     """Return the launcher's own arguments, with the recipe's (after --) in `options`."""
     parser = CommandParser("python -m scripts.launch.local", __doc__)
     parser.add_argument("recipe", nargs="?", default="")
@@ -371,7 +369,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     restarts = whole_number(0, 1000)
     parser.add_argument("--max-restarts", type=restarts, help="elastic: restarts after failures (3)")
     # NAMESPACE=ADDRESS,...: a network for each node, from scripts/lab/network.py
-    parser.add_argument("--networks", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--networks", default="", help=SUPPRESS)
     parser.add_argument("--name", default="", help="the run's name, with SCRIPT")
     parser.add_argument("--list", action="store_true", help="list the recipes and exit")
     return parse(parser, argv)
@@ -383,20 +381,17 @@ def assign_gpus(nodes: int, options: Sequence[str]) -> list[list[str]]:
     shares = share_out(gpus, nodes)
     if gpus and not shares[0] and read_option("--device", "auto", options) != "cpu":
         what = f"{nodes} nodes share {len(gpus)} GPU{'s' * (len(gpus) > 1)}, so none of them gets any"
-        print(f"warning: {what}; NODES={len(gpus)} uses them", file=sys.stderr, flush=True)
+        warn(f"{what}; NODES={len(gpus)} uses them")
     return shares
 
 
-def processes_per_node(args: argparse.Namespace, shares: list[list[str]]) -> int:
-    """Return --nproc-per-node; by default one process per GPU of a node, or one without GPUs.
-
-    Print a warning if the processes of all nodes are too many for this machine.
-    """
+def processes_per_node(args: Namespace, shares: list[list[str]]) -> int:
+    """Return --nproc-per-node (default: a node's GPUs, else 1); warn if that is too many for this machine."""
     processes = args.nproc_per_node or (1 if args.recipe in ONE_PROCESS else max(1, len(shares[0])))
     total, cores = args.nodes * processes, count_cores()
     if total > MOST_PER_CORE * cores:
         what = f"{total} processes share {cores} core{'s' * (cores > 1)}, and may take minutes to start"
-        print(f"warning: {what}; use fewer NODES or NPROC_PER_NODE", file=sys.stderr, flush=True)
+        warn(f"{what}; use fewer NODES or NPROC_PER_NODE")
     return processes
 
 
@@ -440,17 +435,8 @@ def main(argv: list[str]) -> int:
     return status
 
 
-def run_job(
-    args: argparse.Namespace, shares: list[list[str]], processes: int, elastic: tuple[int, int] | None
-) -> int:
-    """Start a node for each share of the GPUs, wait until they have ended, and return the job's exit status.
-
-    Args:
-        args: the launcher's own arguments, with the recipe's in `options`.
-        shares: the GPUs of each node.
-        processes: how many ranks a node starts.
-        elastic: MIN_NODES and MAX_RESTARTS, or None.
-    """
+def run_job(args: Namespace, shares: list[list[str]], processes: int, elastic: tuple[int, int] | None) -> int:
+    """Start a node for each share of the GPUs, wait until they have ended, and return the job's exit status."""
     nodes, port = len(shares), free_port()
     networks = [tuple(pair.split("=")) for pair in args.networks.split(",") if pair]
     job = LocalJob()

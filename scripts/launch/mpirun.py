@@ -49,7 +49,6 @@ from scripts.launch.local import LOOPBACK, free_port
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-
 SHELLS_OWN = ("PWD", "OLDPWD", "SHLVL", "_", "PYTHON")
 """Variables that a shell changes by itself, and PYTHON, the interpreter."""
 
@@ -152,9 +151,8 @@ def choose_address(world: MPI.Comm, local: MPI.Comm, is_one_host: bool) -> tuple
             candidates = [given] if given else [*own_addresses(), socket.getfqdn()]
             offer = candidates, echo.port, token
         except (OSError, ValueError, OverflowError) as error:
-            print(
-                f"error: MASTER_PORT {os.environ.get('MASTER_PORT')}: {error}; choose another one", file=sys.stderr
-            )
+            what = f"MASTER_PORT {os.environ.get('MASTER_PORT')}: {error}"
+            print(f"error: {what}; choose another one", file=sys.stderr)
     offer = world.bcast(offer)
     if offer is None:
         sys.exit(USAGE_STATUS)
@@ -205,38 +203,33 @@ def process_variables(world: MPI.Comm, nproc_per_node: int | None) -> dict[str, 
 
 def fabric_variables(world: MPI.Comm, local: MPI.Comm) -> dict[str, str]:
     """Return what fabric.sh sets on this host; the first rank of each prints it; call it on all ranks."""
-    environment, said = dict(os.environ), ""
+    environment, said, problem = dict(os.environ), "", ""
     try:
         environment, said = fabric_environment(FABRIC="auto")
-        problem = ""
     except (UserError, subprocess.TimeoutExpired) as error:
         problem = str(error)
     if problems := list(filter(None, world.allgather(problem))):
         refuse(problems[0], world.rank)
     if local.rank == 0:
         print(said, end="", flush=True)
-    return {
-        name: value
-        for name, value in environment.items()
-        if os.environ.get(name) != value and name not in SHELLS_OWN
-    }
+    changed = environment.items() - os.environ.items()
+    return {name: value for name, value in changed if name not in SHELLS_OWN}
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> None:
     """Agree on the ranks with the other processes, then become the module."""
     # A stop signal waits until the recipe listens: a blocked signal stays pending across exec.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     end_with_parent()
     try:
-        args = parse_args(sys.argv[1:] if argv is None else argv)
+        args = parse_args(sys.argv[1:])
     except UserError as error:
         refuse(str(error))
     world = start_mpi()
     os.environ.update(process_variables(world, args.nproc_per_node))
     from mpi4py import MPI
 
-    # MPI is no longer needed. mpirun still watches the processes after this call.
-    MPI.Finalize()
+    MPI.Finalize()  # mpirun still watches the processes after this call
     exec_python(["-m", args.module, *args.options])
 
 

@@ -26,10 +26,8 @@ FAILURE_GRACE_S = 5.0
 class Ended:
     """A process that has ended."""
 
-    status: int
-    """Exit status, or -n if signal n ended the process."""
-    is_late: bool
-    """Whether it was killed at the time limit."""
+    status: int  # -n if signal n ended the process
+    is_late: bool  # whether it was killed at the time limit
     output: str
 
     @property
@@ -98,10 +96,7 @@ def wait_for(processes: Sequence[subprocess.Popen[Any]], timeout_s: float, until
 
 
 def run(command: Sequence[str], env: Mapping[str, str], **how: Any) -> tuple[int, list[int]]:
-    """Run a command; return its status (128 + n for signal n) and the stop signals that this process received.
-
-    `how`: the other arguments of run_with_signals().
-    """
+    """Run a command as run_with_signals() does, but return the status 128 + n for signal n, as a shell does."""
     returned, received = run_with_signals(command, env, **how)
     return shell_status(returned), received
 

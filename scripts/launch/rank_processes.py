@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from recipes.common.process.node import Failure, cause_of, status_of
 from recipes.common.process.parent import LAUNCHER_PID
@@ -107,10 +108,9 @@ def run_processes(command: list[str], environments: dict[int, dict[str, str]], l
 
     Once one has failed, the others are ended after a grace period. Raises StuckRankError as StuckRanks.look().
     """
-    open(os.path.join(logs, "started"), "w").close()
+    Path(logs, "started").touch()
     processes = {
-        rank: subprocess.Popen(command, env=environment, start_new_session=True)
-        for rank, environment in environments.items()
+        rank: subprocess.Popen(command, env=own, start_new_session=True) for rank, own in environments.items()
     }
     stuck, ranks = StuckRanks(), {process.pid: rank for rank, process in processes.items()}
     running = list(processes.values())
@@ -124,7 +124,7 @@ def run_processes(command: list[str], environments: dict[int, dict[str, str]], l
 
 
 def end_processes(running: list[subprocess.Popen[bytes]]) -> None:
-    """End those of a node's processes that run on, and what they have left behind."""
+    """End the node's processes that still run, and what all of them have left behind."""
     grace_s = STOP_GRACE_S if script.is_set() and STOPPED_BY else FAILURE_GRACE_S
     for number, wait_s in ((END_SIGNAL, grace_s), (signal.SIGKILL, END_SIGNAL_GRACE_S)):
         if not wait_for(running, wait_s):
@@ -155,10 +155,7 @@ def report_if_stopped(failures: dict[int, Failure]) -> bool:
 
 
 def node_status(ended: dict[int, Failure]) -> int:
-    """Return a node's status from how its ranks ended, without those that the agent ended; 0 if none failed.
-
-    It is 0, too, if a stop signal ended them.
-    """
+    """Return a node's status from how its ranks ended: 0 if none failed by itself, or a stop signal ended them."""
     failures = {rank: how for rank, how in ended.items() if how.status}
     if not failures or report_if_stopped(failures):
         return 0

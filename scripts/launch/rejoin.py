@@ -164,9 +164,8 @@ def main(argv: list[str]) -> int:
     """Run this node; return its exit status."""
     end_with_launcher()
     recipe, *options = argv
-    return run_with_restarts(
-        options, check_variables(options), [sys.executable, "-m", "scripts.launch.agent", recipe]
-    )
+    agent = [sys.executable, "-m", "scripts.launch.agent", recipe]
+    return run_with_restarts(options, check_variables(options), agent)
 
 
 if __name__ == "__main__":

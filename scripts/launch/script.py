@@ -33,7 +33,7 @@ from recipes.common.process.open_files import STORE_CONNECTIONS, allow_connectio
 from recipes.common.process.parent import LAUNCHER_PID, end_with_launcher, exec_python
 from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.world import transport
-from scripts.launch.command import ROOT, absolute, command, make_folder, next_folder
+from scripts.launch.command import ROOT, absolute, command, make_folder, next_folder, warn
 from scripts.launch.processes import run_with_signals
 
 
@@ -112,11 +112,9 @@ def warn_of_own_port() -> None:
     """Print a warning if the script sets MASTER_PORT: the ranks of torchrun then wait where nobody listens."""
     path = Path(os.environ["SCRIPT"])
     if line := line_of_own_port(parse_python(path.read_bytes())):
-        print(
-            f"warning: {path.name} sets MASTER_PORT in line {line}: ranks that torchrun starts may wait there, "
-            "where none of them listens; use os.environ.setdefault(), or RECIPE=spawn if it starts ranks itself",
-            file=sys.stderr,
-            flush=True,
+        warn(
+            f"{path.name} sets MASTER_PORT in line {line}: ranks that torchrun starts may wait there, where none "
+            "of them listens; use os.environ.setdefault(), or RECIPE=spawn if it starts ranks itself"
         )
 
 
@@ -144,9 +142,7 @@ def runs_dir() -> Path:
 def make_run_dir(script: Path, name: str) -> Path:
     """Make the folder of a run and return it: NAME, or the script's name with the next free number.
 
-    Raises:
-        UserError: the name contains folders, the folder cannot be made, or it holds a run that is not to be
-            resumed.
+    Raises UserError for a name that contains folders, or a folder with files unless RESUME=auto.
     """
     if name and (Path(name).name != name or name in (".", "..")):
         raise UserError(f"NAME expects a name without folders, got {name!r}")
@@ -202,7 +198,7 @@ def is_first_of_several_nodes() -> bool:
 def say_network(log: int) -> None:
     """Print which network NCCL uses in the script; end this process, and the script, if FABRIC forbids TCP."""
     host, network = socket.gethostname(), None
-    for line in open(log, errors="replace"):  # noqa: SIM115 (to its end, which is that of this process)
+    for line in open(log, errors="replace"):  # noqa: SIM115 (open until this process ends)
         if network or not (network := transport.find_network(line)):
             continue
         print(f"{host}: NCCL over {network}", flush=True)
@@ -268,9 +264,8 @@ def main(argv: Sequence[str]) -> None:
     os.environ["PYTHONUNBUFFERED"] = os.environ.get("PYTHONUNBUFFERED") or "1"
     # The launcher blocked them. A pending one ends this process now, before the script has done anything.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    exec_python(
-        [str(script), *(one.replace("{run_dir}", str(run_dir)).replace("{resume}", resume) for one in options)]
-    )
+    words = [word.replace("{run_dir}", str(run_dir)).replace("{resume}", resume) for word in options]
+    exec_python([str(script), *words])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -34,6 +33,7 @@ from recipes.common.process.rendezvous_errors import MissingNodeError, port_take
 from recipes.common.watch.notes import Notes
 from recipes.common.watch.report import list_numbers
 from scripts.launch import script
+from scripts.launch.command import warn
 from scripts.launch.echo import listen
 from scripts.launch.processes import end_groups, wait_for
 from scripts.launch.rank_processes import (
@@ -62,8 +62,7 @@ class Agent(LocalElasticAgent):
     a collective does not react to it. A process that was stopped (SIGSTOP) reacts to KILL alone.
     """
 
-    notes = Notes(None, 1)
-    """What nodes tell each other of ranks that have left."""
+    notes = Notes(None, 1)  # of all nodes: which ranks have left
     _stuck = StuckRanks()
     _looks_at = 0.0
 
@@ -128,22 +127,17 @@ def choose_numa_options(node: Node, options: list[str]) -> Any:
     Binding needs numactl, one GPU for each rank, and a torch that supports it. If Slurm or a container
     gives a job cores of another NUMA node than its GPU's, its rank runs unbound: --numa-binding itself would fail.
     """
-    is_for_gpus = (
-        read_option("--device", "auto", options) != "cpu" and torch.cuda.device_count() >= node.nproc_per_node
-    )
+    if read_option("--device", "auto", options) == "cpu" or torch.cuda.device_count() < node.nproc_per_node:
+        return None
     has_several = read_option("--split", "ranks", options) == "in-process"  # GPUs of one rank, in pipeline
-    if not is_for_gpus or has_several or not shutil.which("numactl"):
+    if has_several or not shutil.which("numactl"):
         return None
     try:
         from torch.numa.binding import AffinityMode, NumaOptions
 
         return NumaOptions(affinity_mode=AffinityMode.NODE, should_fall_back_if_binding_fails=True)
     except (ImportError, AttributeError, TypeError):
-        print(
-            f"warning: torch {torch.__version__} binds no ranks to the cores near their GPUs "
-            "as this launcher expects",
-            file=sys.stderr,
-        )
+        warn(f"torch {torch.__version__} binds no ranks to the cores near their GPUs as this launcher expects")
         return None
 
 
@@ -165,11 +159,7 @@ def worker_spec(
 
 
 def listening_fd(address: str, port: int) -> int:
-    """Return a socket that listens at an address ("": all) for a store: torch itself would listen on all.
-
-    Raises:
-        UserError: the port is taken, or this machine does not have the address.
-    """
+    """Return a socket that listens at an address ("": all), where torch would listen on all; raises UserError."""
     try:
         return listen(address, port).detach()
     except OSError as error:
@@ -182,11 +172,8 @@ def meet_nodes(node: Node, job: str) -> Store:
     """Meet the other nodes in the store that node 0 serves; return the store.
 
     Each node stores its name under its node rank. torchrun, which uses the same store afterwards, would not notice
-    that two nodes have the same rank: it would wait for the missing one until its timeout.
-
-    Raises:
-        UserError: the port is taken, two nodes have the same rank or differ in NNODES, or node 0 cannot serve all.
-        MissingNodeError: a node does not come within the bound.
+    that two nodes have the same rank: it would wait for the missing one until its timeout. Raises MissingNodeError
+    for a late node, and UserError if nodes share a rank, differ in NNODES, or cannot be served at this port.
     """
     is_head = node.node_rank == 0
     bound = timedelta(seconds=node.rdzv_timeout_s)

@@ -5,9 +5,8 @@
     make plan CHECK=1                                 compare predictions with real runs on this machine, as root
     make plan CHECK=mlperf                            compare them with published runs of 64 and 2,528 GPUs
 
-Takes its own options and those of the recipe, which mean the same here. Prints a table over node counts; writes
-runs/plan-001/: plan.json, table.md, plan.png. docs/plan.md says how it computes, and how accurate it is.
-Exit status 0; 2: bad usage.
+Takes its own options and the recipe's. Prints a table over node counts; writes plan.json, table.md and plan.png to
+runs/plan-001. docs/plan.md says how it computes, and how accurate it is. Exit status 0; 2: bad usage.
 """
 
 from __future__ import annotations
@@ -41,6 +40,7 @@ from recipes.common.world.places import place_of
 from scripts.launch.command import Column, CommandParser, check_recipe, command, next_folder, table
 from scripts.launch.recipe_options import read_option
 from scripts.plan import cost_model
+from scripts.plan.cost_model import Cluster, Compute, Link, Method
 from scripts.plan.fabrics import CONTROL_ALPHA_US, FABRICS, GPUS, INTRA, node_link
 from scripts.plan.workload import Kind, Workload, count_workload, kind_of, measure_compute
 
@@ -158,7 +158,7 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
     return args, options
 
 
-def check_layout(args: Namespace, method: cost_model.Method, options: Options) -> None:
+def check_layout(args: Namespace, method: Method, options: Options) -> None:
     """Raise UserError if the GPUs do not form replicas, or if the plan does not know an option."""
     size, gpus = method.tensor_parallel, args.gpus
     unknown = [f"--{name.replace('_', '-')}" for name in UNKNOWN if getattr(options, name, False)]
@@ -170,27 +170,23 @@ def check_layout(args: Namespace, method: cost_model.Method, options: Options) -
     )
 
 
-def cluster_of(args: Namespace, nodes: int) -> cost_model.Cluster:
-    """Return a cluster of this many nodes."""
-    link = node_link(args.fabric, args.gpus) if args.fabric else cost_model.Link(0.0, 0.0)
+def cluster_of(args: Namespace, nodes: int) -> Cluster:
+    """Return a cluster of so many nodes, by --fabric, --gbit, --alpha-us and --intra."""
+    link = node_link(args.fabric, args.gpus) if args.fabric else Link(0.0, 0.0)
     alpha_s = link.alpha_s if args.alpha_us is None else args.alpha_us * 1e-6
     rate = args.gbit * 1e9 / 8 if args.gbit else link.bytes_per_s
-    return cost_model.Cluster(nodes, args.gpus, cost_model.Link(alpha_s, rate), INTRA[args.intra])
+    return Cluster(nodes, args.gpus, Link(alpha_s, rate), INTRA[args.intra])
 
 
-def method_of(args: Namespace, options: Options) -> cost_model.Method:
+def method_of(args: Namespace, options: Options) -> Method:
     """Return how the recipe exchanges gradients with its options."""
     is_half = getattr(options, "opt_level", "") in ("O2", "O3")  # apex: the model and its gradients
     compression = "fp16" if is_half else getattr(options, "compression", "none")
     known: dict[str, Any] = {"grad_compression": compression} | vars(args) | vars(options)
-    return cost_model.Method(
-        **{one.name: known[one.name] for one in fields(cost_model.Method) if one.name in known}
-    )
+    return Method(**{one.name: known[one.name] for one in fields(Method) if one.name in known})
 
 
-def compute_of(
-    args: Namespace, options: Options, kind: Kind, workload: Workload
-) -> tuple[cost_model.Compute, str]:
+def compute_of(args: Namespace, options: Options, kind: Kind, workload: Workload) -> tuple[Compute, str]:
     """Return a rank's computing time in a step of --local-batch-size, and where it is from, as text."""
     if args.compute_ms:
         return cost_model.split_compute(args.compute_ms / 1e3, args.fixed_ms / 1e3), "given by --compute-ms"
@@ -208,13 +204,9 @@ def compute_of(
     return cost_model.split_compute(seconds), f"ESTIMATED: {args.utilisation:.0%} of {peak}; better measure it"
 
 
-def plan_row(
-    nodes: int, args: Namespace, options: Options, kind: Kind, workload: Workload, compute: cost_model.Compute
-) -> Row:
-    """Return the figures of one number of nodes; raises UserError if it does not fit the batch or data."""
-    cluster, method = cluster_of(args, nodes), method_of(args, options)
-    ranks, shards = cluster.ranks, method.shards(cluster.ranks)
-    parts = ranks // method.tensor_parallel  # all ranks of a replica of tensor have the same samples
+def global_batch_of(args: Namespace, options: Options, kind: Kind, method: Method, ranks: int) -> int:
+    """Return the samples of a step on so many ranks; raises UserError if they do not fit the batch or data."""
+    shards, parts = method.shards(ranks), ranks // method.tensor_parallel
     for name, size in (("--tensor-parallel", method.tensor_parallel), ("--replicas", method.replicas)):
         check_cases((ranks % size, f"{name} {size} does not divide {ranks} ranks; change it, NODES or GPUS"))
     uneven = f"{shards} ranks of a replica and GPUS={args.gpus}: neither divides the other; change one of them"
@@ -225,20 +217,31 @@ def plan_row(
     except UserError as error:
         given = "" if args.is_fixed_batch else f"--local-batch-size {args.local_batch_size} on {parts} ranks: "
         raise UserError(f"{given}{error}") from None
+    return global_batch
+
+
+def plan_row(
+    nodes: int, args: Namespace, options: Options, kind: Kind, workload: Workload, compute: Compute
+) -> Row:
+    """Return the figures of one number of nodes; raises UserError as global_batch_of()."""
+    cluster, method = cluster_of(args, nodes), method_of(args, options)
+    ranks, shards = cluster.ranks, method.shards(cluster.ranks)
+    parts = ranks // method.tensor_parallel  # all ranks of a replica of tensor have the same samples
+    global_batch = global_batch_of(args, options, kind, method, ranks)
     group = options.batchnorm_group or 1
     local = group * math.ceil(global_batch / group / parts)  # all ranks wait for the largest share
     # Each rank runs the optimizer on its own part of the state.
     compute = replace(compute, optimizer_s=compute.optimizer_s / (ranks if method.zero else shards))
     decode_s = local * args.gpus / args.images_per_s if args.images_per_s else 0.0
     read_s = local * ranks * kind.sample_bytes / (args.storage_gb_s * 1e9) if args.storage_gb_s else 0.0
-    control_s = CONTROL_ALPHA_US * 1e-6 if args.recipe not in ("single", "horovod") else 0.0
+    control_s = CONTROL_ALPHA_US * 1e-6 if args.recipe != "horovod" else 0.0
     method = replace(method, sums=workload.sums_bytes(method, local))
     passes = options.accumulate_steps
     own, even = (compute.scaled(size / args.local_batch_size, passes) for size in (local, global_batch / parts))
     found = cost_model.step(workload.gradients, own, cluster, method, control_s, input_s=max(decode_s, read_s))
     epoch_steps = kind.num_samples // global_batch
     steps = min(options.epochs * epoch_steps, options.max_steps or math.inf)
-    failures = failure_figures(args, options, workload, cluster, found.step_s, epoch_steps * found.step_s)
+    failures = failure_figures(args, options, workload, cluster, found.step_s, epoch_steps)
     hours = steps * found.step_s / 3600 / max(failures["useful_share"], 1e-9)
     memory = workload.memory_bytes(options, method, local, ranks)
     return {
@@ -261,12 +264,7 @@ def plan_row(
 
 
 def failure_figures(
-    args: Namespace,
-    options: Options,
-    workload: Workload,
-    cluster: cost_model.Cluster,
-    step_s: float,
-    epoch_s: float,
+    args: Namespace, options: Options, workload: Workload, cluster: Cluster, step_s: float, epoch_steps: int
 ) -> dict[str, float]:
     """Return the time and rank 0's memory that checkpoints take, and the useful share of time with failures."""
     method, is_sharded = method_of(args, options), options.sharded_checkpoints
@@ -294,7 +292,7 @@ def failure_figures(
     mtbf_s = args.mtbf_gpu_hours * 3600 / cluster.ranks
     # The recipes also write one at the end of each epoch. Each one waits until the one before it is written.
     due_s = options.checkpoint_every * step_s or max(cost_model.daly_interval_s(cost_s, mtbf_s), later_s)
-    interval_s = min(due_s, epoch_s)
+    interval_s = min(due_s, epoch_steps * step_s)
     cost_s += max(0.0, later_s - interval_s)
     return {
         "mtbf_s": mtbf_s,

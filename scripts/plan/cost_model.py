@@ -85,10 +85,9 @@ def add_up(exchanges: Sequence[Exchange]) -> Exchange:
 def all_reduce(nbytes: float, cluster: Cluster, algorithm: str = "auto", part: float = 1.0) -> Exchange:
     """Return a part of an all-reduce by ring, tree or auto; an all-gather or a reduce-scatter is half of one.
 
-    ring: a ring through all GPUs, node by node, which enters and leaves each node once.
-    tree: up and down two binary trees of nodes, with a chain of GPUs in each node. Each half of the bytes uses its
-    own tree, so that all links are busy.
-    auto: the faster of ring and tree, which is what NCCL chooses.
+    ring: one ring through all GPUs, which enters and leaves each node once.
+    tree: two binary trees of nodes, each for half of the bytes, with a chain of GPUs in each node.
+    auto: the faster of the two, which NCCL chooses.
     """
     if algorithm == "auto":
         return min(all_reduce(nbytes, cluster, name, part) for name in ("ring", "tree"))
@@ -106,7 +105,7 @@ def all_reduce(nbytes: float, cluster: Cluster, algorithm: str = "auto", part: f
     return Exchange(part * seconds, part * sent)
 
 
-# ---- messages
+# ---- a step
 
 
 @dataclass(frozen=True)
@@ -151,9 +150,6 @@ def ddp_messages(
     return [Message(bucket[-1].ready, factor * sum(one.nbytes for one in bucket)) for bucket in buckets]
 
 
-# ---- a step
-
-
 @dataclass(frozen=True)
 class Compute:
     """The computing time of a rank in a step, in seconds, without any exchange."""
@@ -170,15 +166,11 @@ class Compute:
         return self.forward_s + self.backward_s + self.optimizer_s
 
     def scaled(self, factor: float, passes: int = 1) -> Compute:
-        """Return the computing time of `factor` times as many samples, in this many accumulated passes.
-
-        Each pass has the fixed part; the optimizer's time does not change.
-        """
+        """Return the time of `factor` times as many samples, in so many passes, each with the fixed part."""
         fixed = passes * self.fixed_share
         share = fixed + factor * (1 - self.fixed_share)
-        return replace(
-            self, forward_s=self.forward_s * share, backward_s=self.backward_s * share, fixed_share=fixed / share
-        )
+        forward_s, backward_s = self.forward_s * share, self.backward_s * share
+        return replace(self, forward_s=forward_s, backward_s=backward_s, fixed_share=fixed / share)
 
 
 def split_compute(seconds: float, fixed_s: float = 0.0) -> Compute:
@@ -281,11 +273,8 @@ def step(
     vote_wait_s = max(0.0, vote_s - end_s) / vote_interval(cluster.ranks, end_s)
     done_s = end_s + vote_wait_s + compute.optimizer_s
     total_s = max(done_s, input_s)
-    limit = "compute" if exposed_s < 0.05 * total_s else "exchange"
-    if vote_wait_s > max(exposed_s, 0.05 * total_s):
-        limit = "vote"
-    if input_s > done_s:
-        limit = "input"
+    waits_s = {"compute": 0.05 * total_s, "exchange": exposed_s, "vote": vote_wait_s}  # up to 5%: no limit
+    limit = "input" if input_s > done_s else max(waits_s, key=lambda name: waits_s[name])
     return Step(total_s, compute.total_s, exchange_s, exposed_s, sent, limit)
 
 

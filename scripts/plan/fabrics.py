@@ -1,12 +1,9 @@
-"""Links and GPUs by name, with where their numbers come from. All are starting points: measure, and say so.
+"""Links and GPUs by name, with where their numbers come from. All are starting points for your own measurements.
 
-alpha of RDMA and within a node: the latency of a hop of NCCL's ring with the Simple protocol (hwLat in NCCL's
-src/graph/tuning.cc, 2.20 and later: 14.0 us network, 5.7 us PCI, 3.4 us NVLink). alpha of TCP: 50 us, an
-assumption (a hop of a small all-reduce over gloo took 60 to 70 us between two processes on shared cores). EFA: 30
-us, an assumption between the two.
-Rates are the vendors': NDR, HDR and EDR InfiniBand, EFA of p4d (400 Gbit/s) and p5 (3,200 Gbit/s) instances.
-The usable share of a rate: for TCP, 1,448 of each 1,538 bytes on the wire, with packets of 1,500 bytes; for RDMA,
-0.9, an assumption.
+Latency of a hop, for RDMA and within a node: that of NCCL's ring with the Simple protocol (hwLat in NCCL's
+src/graph/tuning.cc, 2.20 and later). TCP: an assumption (a hop of a small all-reduce over gloo took 60 to 70 us
+between two processes on shared cores). EFA: an assumption between the two. Rates are the vendors'. The usable
+share of a rate, for TCP: 1,448 of each 1,538 bytes on the wire, with packets of 1,500 bytes; RDMA: an assumption.
 """
 
 from __future__ import annotations

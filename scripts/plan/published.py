@@ -3,12 +3,9 @@
     make plan CHECK=mlperf
 
 The submissions are NVIDIA's on Eos (eos_ngc24.04_mxnet, eos_n8 and eos_n316 in github.com/mlcommons/
-training_results_v4.0): their images/s, and the batch of a GPU in their configurations. Gradients are exchanged in
-fp16 after backward (HOROVOD_NUM_GROUPS 1), over NVLink and InfiniBand NDR with the numbers of fabrics.py.
-
-There are two predictions. One uses only the run of 8 GPUs and assumes that a step shrinks with the batch, although
-kernels do not. The other also uses the run of 64, which shows a step's fixed part. docs/plan.md has the table.
-Exit status 0; 2: bad usage.
+training_results_v4.0). They exchange gradients in fp16 after backward (HOROVOD_NUM_GROUPS 1), over NVLink and
+InfiniBand NDR. One prediction uses the run of 8 GPUs alone, as if a step shrank with its batch; the other also
+uses the run of 64, which shows a step's fixed part. docs/plan.md has the table. Exit status 0; 2: bad usage.
 """
 
 from __future__ import annotations

@@ -104,20 +104,14 @@ class Workload:
         return part.parameter_bytes + self.buffer_bytes + part.state_bytes(args)
 
     def sums_bytes(self, method: Method, local_batch_size: float) -> tuple[float, ...]:
-        """Return the bytes of each all-reduce of tensor's layers in a step: forward's, then backward's.
-
-        Autocast halves forward's activations, and leaves the gradients of layers' inputs in fp32.
-        """
+        """Return the bytes of each all-reduce of tensor's layers in a step: forward's, then backward's."""
         passes, middle = method.accumulate_steps, len(self.sums_bytes_per_sample) // 2
-        half = 1.0 if method.amp == "none" else 0.5
+        half = 1.0 if method.amp == "none" else 0.5  # autocast leaves the gradients of layers' inputs in fp32
         sizes = [nbytes * local_batch_size / passes for nbytes in self.sums_bytes_per_sample]
         return (*(half * nbytes for nbytes in sizes[:middle] * passes), *sizes[middle:] * passes)
 
     def memory_bytes(self, args: Options, method: Method, local_batch_size: float, ranks: int) -> dict[str, float]:
-        """Estimate a rank's memory by purpose, without the libraries' own.
-
-        --amp halves the activations' bytes and adds a half-precision copy of the weights.
-        """
+        """Estimate a rank's memory by purpose, without the libraries' own."""
         whole, shards, passes = self.parameter_bytes, method.shards(ranks), method.accumulate_steps
         half, summed_by = 1.0 if method.amp == "none" else 0.5, ranks // method.tensor_parallel
         # fsdp gathers two blocks, assumed to be as large as DDP's buckets, or all of them.
@@ -127,7 +121,7 @@ class Workload:
             "gradients": whole / (shards if passes == 1 else 1),  # accumulated: whole until the last pass
             "optimizer": self.state_bytes(args) / (ranks if method.zero else shards),
             "gathered_weights": gathered * half if shards > 1 else 0,
-            "half_weights": whole / 2 if half < 1 and shards == 1 else 0,
+            "half_weights": whole / 2 if half < 1 and shards == 1 else 0,  # --amp's copy
             # tensor's buckets, in addition to the gradients.
             "gradient_sums": whole if method.recipe == "tensor" and summed_by > 1 else 0,
             "activations": self.activation_bytes_per_sample * local_batch_size / passes * half,
@@ -150,10 +144,7 @@ class AllReduceBytes(TorchDispatchMode):
 
 
 def count_workload(args: Options, kind: Kind) -> Workload:
-    """Return the workload of --model (for tensor, a rank's), from passes in which nothing is computed or sent.
-
-    Raises UserError if the model rejects the inputs, or cannot be split over --tensor-parallel ranks.
-    """
+    """Count the workload of --model (for tensor, a rank's); raises UserError if it does not fit data or ranks."""
     with torch.device("meta"):
         model = make_model(args, kind.data).train()  # without build_model()'s samples: kind has none of images
     whole = call_user_code(f"--model {args.model}, on tensors without data,", count_pass, model, kind.data)
@@ -190,11 +181,10 @@ def count_pass(model: nn.Module, data: Data) -> Workload:
         done[parameter] = counter.get_total_flops()
 
     counter, sums = FlopCounterMode(display=False), AllReduceBytes()
-    with contextlib.ExitStack() as stack:
+    saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with contextlib.ExitStack() as hooks, counter, sums, saved:
         for parameter in trained:
-            stack.enter_context(parameter.register_post_accumulate_grad_hook(note))
-        for context in (counter, sums, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)):
-            stack.enter_context(context)
+            hooks.enter_context(parameter.register_post_accumulate_grad_hook(note))
         loss = data.task.loss_sum(model(inputs), targets)
         forward = counter.get_total_flops()
         loss.backward()
@@ -213,10 +203,7 @@ def count_pass(model: nn.Module, data: Data) -> Workload:
 
 
 def timed_step(args: Options, kind: Kind, samples: int, device: torch.device) -> Callable[[], list[float]]:
-    """Return a function that does a step of one process on random numbers, without data or exchange.
-
-    The function returns the seconds of forward, backward and optimizer.
-    """
+    """Return a function that does a step on random numbers, and returns the seconds of each of its three parts."""
     model = make_model(args, kind.data).to(device).train()
     optimizer = build_optimizer(args, model.parameters())
     spec, targets = kind.data.input, kind.data.target.zeros(samples, device)
@@ -252,10 +239,7 @@ def timed_step(args: Options, kind: Kind, samples: int, device: torch.device) ->
 
 
 def measure_compute(args: Options, kind: Kind, local_batch_size: int, device: torch.device) -> Compute:
-    """Return the median times of a few steps of one process on this device, on random numbers.
-
-    Steps with half as many samples show which part does not depend on the number of samples.
-    """
+    """Return the median times of a few steps of one process on this device, on random numbers."""
 
     def measure(samples: int) -> Compute:
         times: list[list[float]] = []
@@ -264,6 +248,7 @@ def measure_compute(args: Options, kind: Kind, local_batch_size: int, device: to
             times.append(call_user_code(f"--measure of {samples} samples", do_step))
         return Compute(*(median(values[2:]) for values in zip(*times, strict=True)))  # the first two warm up
 
+    # Half as many samples show which part of the time does not depend on their number.
     whole, less = measure(local_batch_size), local_batch_size // 2
     if less < SAMPLES:
         return whole

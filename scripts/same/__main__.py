@@ -34,6 +34,8 @@ from scripts.same.script_job import CONTEXT
 PLACEHOLDERS = ("local_batch", "global_batch", "world_size", "run_dir", "resume")
 PARTIAL = ("not-printed", "zero-gradient", "uncontrolled", "chaotic", "scaled-with-batch")
 """Notes after which not all has been compared."""
+NOT_COMPARED = ("scaled-with-batch", "uncontrolled", "not-replicated")
+"""Notes after which no gradients have been compared."""
 
 KEEP_FILES = "if it goes on from a file of an earlier run, let it keep its files in {run_dir}"
 UNREADABLE = "prints no loss that can be read; print `loss 2.3` in a line, or give LOSS='(regular expression)'"
@@ -114,16 +116,11 @@ class Session:
     args: Namespace
     folder: Path
     numbers: count[int] = field(default_factory=count)
-    runs: list[Run] = field(default_factory=list)
-    """The run at each world size."""
-    findings: list[tuple[int, Finding]] = field(default_factory=list)
-    """Each difference, with the number of processes."""
-    largest: float = 0.0
-    """The largest relative difference of a gradient from one process's."""
-    measured: float = 0.0
-    """The same of the control run."""
-    has_loss: bool = False
-    """Whether the script prints a loss that can be read."""
+    runs: list[Run] = field(default_factory=list)  # the run at each world size
+    findings: list[tuple[int, Finding]] = field(default_factory=list)  # each with the number of processes
+    largest: float = 0.0  # the largest relative difference of a gradient from one process's
+    measured: float = 0.0  # the same of the control run
+    has_loss: bool = False  # whether the script prints a loss that can be read
     is_resumed: bool = False
 
     def run(self, world_size: int, run_dir: str = "", **variables: str) -> Run:
@@ -142,11 +139,9 @@ class Session:
         if sys.stderr.isatty():
             what = f"run {number + 1}, processes: {world_size}, time limit: {self.args.timeout_s:g} s"
             print(f"same: {what}", file=sys.stderr, flush=True)
-        folder = self.folder / f"run{number}"
+        folder, command = self.folder / f"run{number}", [self.args.script, *words]
         variables |= {"RUN_DIR": str(own), "RESUME": resume, "WORKDIR": str(self.args.workdir)}
-        statuses = script_job.run(
-            [self.args.script, *words], launcher, world_size, folder, self.args.timeout_s, **variables
-        )
+        statuses = script_job.run(command, launcher, world_size, folder, self.args.timeout_s, **variables)
         return load(folder, world_size, statuses, self.args.loss)
 
     def examine(self) -> None:
@@ -218,21 +213,16 @@ class Session:
 
     def verdict(self) -> list[str]:
         """Return the lines of the verdict, notes last."""
-        lines = []
+        lines, causes = [], dict.fromkeys(one.cause for _, one in self.findings)
         if not self.is_different:
-            is_partial = any(found.cause in PARTIAL for _, found in self.findings)
-            what = "no difference found, but not all was compared," if is_partial else "same to rounding"
+            is_whole = causes.keys().isdisjoint(PARTIAL)
+            what = "same to rounding" if is_whole else "no difference found, but not all was compared,"
             resumed = ", and resumed" * self.is_resumed
             lines = [f"{what} at {join(run.world_size for run in self.runs)} processes{resumed}"]
-            are_compared = not any(
-                found.cause in ("scaled-with-batch", "uncontrolled", "not-replicated")
-                for _, found in self.findings
-            )
-            if (self.largest or self.measured) and are_compared:
+            if (self.largest or self.measured) and causes.keys().isdisjoint(NOT_COMPARED):
                 control = f"by {self.measured:.0e} in the control run"
                 lines += [f"  gradients differ by up to {self.largest:.0e}; {control}"]
-        found = dict.fromkeys(one.cause for _, one in self.findings)
-        for cause in sorted(found, key=lambda cause: cause in NOTES):
+        for cause in sorted(causes, key=lambda cause: cause in NOTES):
             about, kind = (NOTES[cause], "note") if cause in NOTES else (CAUSES[cause], "differs")
             seen = [(size, one.what) for size, one in self.findings if one.cause == cause]
             at = join(dict.fromkeys(size for size, _ in seen))

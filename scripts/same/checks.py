@@ -74,9 +74,8 @@ def pair_steps(run: Run, reference: Run, start: int = 0) -> list[tuple[Step, Ste
 
 def begins_differently(run: Run, reference: Run) -> bool:
     """Return whether the first step of two runs begins with different weights."""
-    return any(
-        difference(ours["weights"], theirs["weights"]) > 1e-6 for ours, theirs in pair_steps(run, reference)[:1]
-    )
+    first = pair_steps(run, reference)[:1]
+    return any(difference(ours["weights"], theirs["weights"]) > 1e-6 for ours, theirs in first)
 
 
 def largest_gradient_difference(run: Run, reference: Run) -> float:
@@ -93,10 +92,9 @@ class Rounding:
         used = {records[0]["low_precision"] for records in first.steps} or {"float32"}
         self.floor = FLOOR_SHARE * max(math.sqrt(EPS.get(name, EPS["float32"])) for name in used)
         pairs = pair_steps(control, first)
+        changes = [(weight_change(again), weight_change(one)) for again, one in pairs]
         self.gradient = [*accumulate((difference(again["final"], one["final"]) for again, one in pairs), max)]
-        self.update = [
-            *accumulate((difference(weight_change(again), weight_change(one)) for again, one in pairs), max)
-        ]
+        self.update = [*accumulate((difference(again, one) for again, one in changes), max)]
         self.is_controlled = not pairs or control.rows(0) == first.rows(0)
         self.printed = {}
         for name, series in first.series.items():
@@ -111,9 +109,7 @@ class Rounding:
 
 def is_exchanged_in_step(run: Run) -> bool:
     """Return whether ranks step with different gradients and still have equal weights: step() exchanges them."""
-    apart = {
-        name: max((rank_difference(records, name) for records in run.steps), default=0.0) for name in SKETCHES
-    }
+    apart = {name: max((rank_difference(ranks, name) for ranks in run.steps), default=0.0) for name in SKETCHES}
     is_moved = any(np.any(weight_change(records[0])) for records in run.steps)
     return is_moved and apart["final"] > 1e-6 and max(apart["weights"], apart["after"]) <= 1e-12
 
@@ -455,9 +451,8 @@ def check_resumed(resumed: Run, whole: Run) -> Finding | None:
     distances = [difference(begin, records[0]["weights"]) for records in whole.steps]
     start = int(np.argmin(distances))
     if distances[start] > 1e-6:
-        return Finding(
-            "weights-not-resumed", f"first resumed step, weights: {distances[start]:.1e} from the nearest"
-        )
+        what = f"first resumed step, weights: {distances[start]:.1e} from the nearest"
+        return Finding("weights-not-resumed", what)
     if start == 0:
         return Finding("starts-over", "first resumed step, weights: those of step 1")
     for i, (record, expected) in enumerate(pair_steps(resumed, whole, start)):

@@ -8,7 +8,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ import psutil
 from recipes.common.errors import UserError
 from recipes.common.process.parent import end_with_parent
 from recipes.common.process.sockets import choose_socket_folder
-from scripts.launch.command import ROOT
+from scripts.launch.command import ROOT, warn
 from scripts.launch.local import free_port, node_environment, visible_gpus
 
 FAILURE_GRACE_S = 10.0
@@ -35,8 +34,7 @@ def choose_gpus(count: int) -> None:
     gpus = visible_gpus()
     if 0 < len(gpus) < count:
         what = f"up to {count} processes and {len(gpus)} GPU{'s' * (len(gpus) > 1)}: all runs use CPUs"
-        fix = f"; WORLD_SIZES up to {len(gpus)} use GPUs" * (len(gpus) > 1)
-        print(f"warning: {what}{fix}", file=sys.stderr, flush=True)
+        warn(what + f"; WORLD_SIZES up to {len(gpus)} use GPUs" * (len(gpus) > 1))
         gpus = []
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # so that runs do not ask nvidia-smi again
 

@@ -122,17 +122,13 @@ def why_not(backend: str, place: Place) -> str:
     if backend == "mpi" and place.net:
         return "it would not use the networks of --narrow: leave that out"
     if backend == "mpi" and place.node_rank is not None:
-        return (
-            "mpirun or srun starts its ranks: mpirun -np 16 python -m scripts.bench.commbench.rank --backend mpi"
-        )
+        command = "mpirun -np 16 python -m scripts.bench.commbench.rank --backend mpi"
+        return f"mpirun or srun starts its ranks: {command}"
     return ""
 
 
 def launcher(backend: str, number: int, place: Place, folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Return the command that starts a backend's ranks, without their options, and its environment.
-
-    Each backend has its own number. On a cluster, it is added to MASTER_PORT.
-    """
+    """Return the command that starts a backend's ranks, without their options, and its environment."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if backend == "mpi":
         environment["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
@@ -147,7 +143,7 @@ def launcher(backend: str, number: int, place: Place, folder: Path) -> tuple[lis
     recipe = "horovod" if backend == "horovod" else "ddp"  # its launcher starts the ranks
     if place.node_rank is not None:
         environment.setdefault("GLOO_SOCKET_IFNAME", place.interface)
-        environment |= {"MASTER_PORT": str(place.port + number), "PYTHON": sys.executable}
+        environment |= {"MASTER_PORT": str(place.port + number), "PYTHON": sys.executable}  # a port per backend
         return ["scripts/launch.sh", recipe], environment
     command = [sys.executable, "-m", "scripts.launch.local", recipe, "--nodes", str(place.nodes)]
     networks = place.net.option() if place.net else ""
@@ -157,8 +153,7 @@ def launcher(backend: str, number: int, place: Place, folder: Path) -> tuple[lis
 def run_backend(backend: str, number: int, place: Place, args: Namespace) -> list[Row]:
     """Start a backend's ranks and return the rows of rank 0 (none if rank 0 is on another node).
 
-    Raises:
-        RuntimeError: it failed or exceeded its time limit; the message is its own error line or its last line.
+    Raises RuntimeError, with its own error line or its last line, if it failed or exceeded its time limit.
     """
     lines = len(args.ops.split(",")) * len(parse_sizes(args.sizes))
     bound_s = START_TIMEOUT_S + args.timeout_s + lines * (3 * args.seconds + 6 * args.timeout_s)

@@ -66,10 +66,7 @@ def bounded(what: str, timeout_s: float) -> contextlib.AbstractContextManager[No
 
 
 def check(world: Backend, op: str, numel: int) -> None:
-    """Raise WrongResultError if a result is incorrect on any rank; call it on all ranks.
-
-    Rank r contributes (r + 1) times the pattern.
-    """
+    """Raise WrongResultError if a result is incorrect on any rank; call it on all ranks."""
     given = pattern(numel, world.device)
     own = given * (world.rank + 1)
     if op == "all-gather":
@@ -107,8 +104,7 @@ def measure(world: Backend, op: str, size: int, seconds: float, timeout_s: float
     with bounded(what, timeout_s):
         check(world, op, numel)
     data = torch.zeros(numel, device=world.device)  # zeros: repeated sums cannot overflow
-    calls = {"all-reduce": world.all_reduce, "broadcast": world.broadcast, "all-gather": world.all_gather}
-    call = calls[op]
+    call = {"all-reduce": world.all_reduce, "broadcast": world.broadcast, "all-gather": world.all_gather}[op]
     with bounded(what, WARM_UPS * timeout_s):
         once = world.largest(min(timed(lambda: call(data), world.device) for _ in range(WARM_UPS)))
     # All ranks have to make the same number of calls.
@@ -126,9 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ["RANK"] = str(rank)
     args = options(sys.argv[1:] if argv is None else argv)
     if args.backend in ("gloo", "nccl") and not has_ranks:
-        raise UserError(
-            "RANK is not set: a launcher sets it; `make commbench`, or torchrun -m scripts.bench.commbench.rank"
-        )
+        raise UserError("RANK is not set: a launcher sets it; use make commbench, or start this by torchrun")
     torch.set_num_threads(1)
     with bounded("meeting the others", args.timeout_s):
         world = connect(args.backend, args.timeout_s)
