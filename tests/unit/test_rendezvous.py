@@ -818,6 +818,17 @@ def test_settings_that_make_no_sense(monkeypatch, variables, options, words):
         rejoin.check_variables(options)
 
 
+@pytest.mark.parametrize(
+    ("nnodes", "node_rank", "words"), [("512", "0", ""), ("513", "1", ""), ("513", "0", "and of 513 healthy ones")]
+)
+def test_more_nodes_than_elastic_jobs_are_for(monkeypatch, capsys, nnodes, node_rank, words):
+    for name, value in {"NNODES": nnodes, "NODE_RANK": node_rank}.items():
+        monkeypatch.setenv(name, value)
+    rejoin.check_variables(["--name=x"])
+    error = capsys.readouterr().err
+    assert (words in error, error.count("\n")) == (True, bool(words))
+
+
 def test_an_endpoint_may_have_an_ipv6_address(monkeypatch):
     if not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6; boot it without ipv6.disable=1")
