@@ -363,7 +363,7 @@ make_elastic() {
         status=0
         wait "$store" || status=$?
         if ((status == 75)); then requeue "another process took port $MASTER_PORT"; fi
-        echo "error: job $job: its store did not start on $RDZV_ENDPOINT (status $status)" >&2
+        echo "error: job $job: its store did not start on $RDZV_ENDPOINT (status $status); its error is above, fix it and submit again" >&2
         exit 1
     fi
     disown "$store"

@@ -118,7 +118,8 @@ def test_a_job_whose_elastic_store_loses_its_port_is_requeued(job, tmp_path):
     assert is_requeued(tmp_path)
     done = job(then=then, STATUS="3", **own)
     assert (done.returncode, "more" in done.stdout) == (1, False)
-    assert re.search(r"error: job 7: its store did not start on n1:\d+ \(status 3\)\n$", done.stderr)
+    fix = "its error is above, fix it and submit again"
+    assert re.search(rf"error: job 7: its store did not start on n1:\d+ \(status 3\); {fix}\n$", done.stderr)
 
 
 @pytest.mark.parametrize(
