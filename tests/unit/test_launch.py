@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from recipes.common.errors import UserError, as_user_error
+from recipes.common.process import node
 from recipes.common.process.node import Failure, Node, check_head, how_ended, wait_for_head
 from recipes.common.process.rendezvous_errors import MissingNodeError, PortTakenError
 from scripts.launch import agent, echo, local, processes, rank_processes, script
@@ -296,6 +297,15 @@ except RuntimeError:
 )
 def test_how_a_process_ended(status, how):
     assert how_ended(status) == how
+
+
+def test_a_lack_of_memory_is_named_where_the_cgroup_has_counted_it(monkeypatch):
+    assert node.count_oom_kills() >= 0
+    monkeypatch.setattr(node, "count_oom_kills", lambda: node.OOM_KILLS_BEFORE + 2)
+    ended = {0: Failure(1, 5), 1: Failure(-signal.SIGKILL, 6)}
+    hint = "meanwhile memory ran out in its cgroup (oom_kill 2)"
+    assert node.cause_of(ended).endswith(f" was killed by SIGKILL; {hint}")
+    assert node.cause_of({0: Failure(-signal.SIGABRT, 5)}).endswith(" was killed by SIGABRT")
 
 
 def test_an_agent_whose_store_has_gone_says_nothing_of_it():
