@@ -22,7 +22,7 @@ from recipes.common.process.node import Failure, Node, check_head, how_ended, wa
 from recipes.common.process.rendezvous_errors import MissingNodeError, PortTakenError
 from scripts.launch import agent, echo, local, processes, rank_processes, script
 from tests import support
-from tests.conftest import refused
+from tests.conftest import need_horovod, refused
 from tests.support import ROOT, run_command, wait_until, write_program
 
 
@@ -315,6 +315,19 @@ def test_an_agent_whose_store_has_gone_says_nothing_of_it():
     result = run_command(sys.executable, "-c", STORE_GONE, TORCH_CPP_LOG_LEVEL="WARNING")
     assert result.stdout == "gone WARNING\n"
     assert "recvValueWithTimeout failed" in result.stderr
+
+
+@pytest.mark.parametrize("main", ["agent.run_torchrun", "horovod.run"])
+def test_a_host_name_of_64_characters(tmp_path, main):
+    """Linux takes such a name, and Python's look-up of names fails for it."""
+    if main == "horovod.run":
+        need_horovod()
+    code = "import socket; socket.gethostname = lambda: 'n' * 64; from scripts.launch import agent, horovod; "
+    code += f"horovod.bind_address = lambda _: ''; agent.main({main})"
+    script = tmp_path / "mine.py"
+    script.write_text("print('trains')")
+    result = run_command(sys.executable, "-c", code, "ddp", SCRIPT=str(script), MASTER_PORT=str(local.free_port()))
+    assert (result.status, result.stdout, result.stderr) == (0, "trains\n", "")
 
 
 def test_a_signal_to_an_agent_that_is_about_to_end_is_no_error(monkeypatch, tmp_path):
