@@ -50,7 +50,7 @@ from scripts.launch.command import (
     temporary_folder,
 )
 from scripts.launch.cores import count_cores
-from scripts.launch.processes import end_groups, start_process
+from scripts.launch.processes import end_sessions, start_process
 from scripts.launch.recipe_options import read_option
 from scripts.launch.rejoin import LOST_STATUS
 
@@ -247,7 +247,7 @@ class LocalJob:
                 self.print_refusals()
             if self.interrupted_by or now > min(error_deadline, self.stop_deadline):
                 first_failed = self.failed()  # nodes that are killed below did not fail by themselves
-                end_groups([node.pid for node in self.nodes])  # ranks end with their node's agent
+                end_sessions([node.pid for node in self.nodes])
                 break
             if self.stop_signals and now > next_signal:  # again each second: a node may have had no handlers yet
                 next_signal = now + 1

@@ -16,7 +16,7 @@ from recipes.common.process.node import Failure, cause_of, status_of
 from recipes.common.process.parent import LAUNCHER_PID
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
-from scripts.launch.processes import end_groups, wait_for
+from scripts.launch.processes import end_sessions, wait_for
 from scripts.launch.rejoin import HAS_RETURNED, report_unsaved_stop
 from scripts.launch.stuck import LOOK_EVERY_S, StuckRanks
 
@@ -132,7 +132,7 @@ def end_processes(running: list[subprocess.Popen[bytes]]) -> None:
                 if process.poll() is None:  # a stopped process (SIGSTOP) reacts to KILL alone
                     os.killpg(process.pid, number)
     wait_for(running, END_SIGNAL_GRACE_S)
-    end_groups([process.pid for process in running])
+    end_sessions([process.pid for process in running])
 
 
 def own_failures(failures: dict[int, Failure]) -> dict[int, Failure]:

@@ -1,5 +1,6 @@
 """The launcher of local nodes and the agent of a node: what they decide before anything starts."""
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -23,7 +24,7 @@ from recipes.common.process.rendezvous_errors import MissingNodeError, PortTaken
 from scripts.launch import agent, echo, local, processes, rank_processes, script
 from tests import support
 from tests.conftest import need_horovod, refused
-from tests.support import ROOT, run_command, wait_until, write_program
+from tests.support import ROOT, has_ended, run_command, wait_until, write_program
 
 
 @pytest.mark.parametrize(
@@ -559,13 +560,39 @@ def test_nodes_that_are_killed_at_the_bound_are_not_called_failed(monkeypatch, c
     """This holds even if they are dead before the launcher looks at them again."""
     monkeypatch.setattr(local, "STOP_GRACE_S", 0.0)
     job = local.LocalJob()
-    kill = local.end_groups
-    monkeypatch.setattr(local, "end_groups", lambda pids: [kill(pids), *(node.wait(30) for node in job.nodes)])
+    kill = local.end_sessions
+    monkeypatch.setattr(local, "end_sessions", lambda pids: [kill(pids), *(node.wait(30) for node in job.nodes)])
     job.start(["bash", "-c", "trap '' TERM; echo up; sleep 60 & wait; wait"], {**os.environ})
     wait_until(lambda: "up" in capfd.readouterr().out, 30, lambda: "bash has not begun")
     job.record_stop(signal.SIGTERM, None)
     assert job.wait() == 1
     assert capfd.readouterr().err == "error: still running 0 s after the signal; killed\n"
+
+
+def sleep_in(mark, shell):
+    """Start a shell that starts a sleep, which leaves its process id in a file; return both."""
+    own = {"stdin": subprocess.DEVNULL, "start_new_session": True, "env": {**os.environ, "FILE": str(mark)}}
+    process = subprocess.Popen(["bash", "-c", shell], **own)
+    wait_until(lambda: mark.exists() and mark.read_text(), 20, "the sleep")
+    return process, psutil.Process(int(mark.read_text()))
+
+
+SLEEP = "sh -c 'echo $$ >$FILE; exec sleep 60'"
+
+
+@pytest.mark.parametrize("shell", [f"set -m; {SLEEP} &", f"setsid {SLEEP} & wait"], ids=["group", "session"])
+def test_what_a_rank_has_started_ends_with_it(tmp_path, shell):
+    """As a compiler in a process group of its own, and the ranks of a torchrun that a script calls."""
+    process, sleep = sleep_in(tmp_path / "pid", shell)
+    try:
+        if "setsid" not in shell:
+            assert process.wait(20) == 0
+        processes.end_sessions([process.pid])
+        wait_until(lambda: has_ended(sleep), 10, "the end of the sleep")
+    finally:
+        process.wait(20)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            sleep.kill()
 
 
 def test_a_volume_that_is_not_this_users_is_one_line(monkeypatch, tmp_path):
