@@ -429,6 +429,12 @@ def test_a_submitted_job_that_has_completed_trains_no_more(submitted):
     assert (again.returncode, "trains" in again.stdout) == (0, False), again.stderr
 
 
+def test_a_node_needs_no_program_hostname(job, tmp_path):
+    write_program(tmp_path / "hostname", "exit 127")
+    done = job(then='basename "$head_log"')
+    assert (done.stdout.splitlines()[-1], done.stderr) == (f"{socket.gethostname().split('.')[0]}.txt", "")
+
+
 def test_the_head_nodes_log_has_slurms_name_and_the_hosts(job):
     """srun writes to %N.txt, named after the host, which need not be the NodeName that Slurm uses elsewhere."""
     show = 'basename "$head_log"; echo said >>"$logs/$(hostname -s).txt"; cat "$head_log"'
