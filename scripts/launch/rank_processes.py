@@ -149,7 +149,7 @@ def report_if_stopped(failures: dict[int, Failure]) -> bool:
     """Whether a stop signal itself has ended ranks; print a line if so."""
     for number in STOP_SIGNALS if STOPPED_BY else ():
         if any(failure.status == -number for failure in failures.values()):
-            print(f"stopped by {signal.Signals(number).name}, which the script does not handle", flush=True)
+            print(f"stopped by {signal.Signals(number).name}, for which a rank had no handler", flush=True)
             return True
     return False
 

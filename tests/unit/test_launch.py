@@ -348,7 +348,7 @@ def test_a_rank_that_saves_is_left_to_finish_by_horovods_agent_too(monkeypatch, 
     monkeypatch.setattr(rank_processes, "FAILURE_GRACE_S", 0.1)
     environments = {rank: {**os.environ, "RANK": str(rank), "SAVED": str(tmp_path / "saved")} for rank in (0, 1)}
     assert rank_processes.run_processes([sys.executable, "-c", code], environments, str(tmp_path)) == 0
-    assert capsys.readouterr().out == "stopped by SIGTERM, which the script does not handle\n"
+    assert capsys.readouterr().out == "stopped by SIGTERM, for which a rank had no handler\n"
     assert (tmp_path / "saved").exists()
 
 

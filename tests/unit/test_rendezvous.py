@@ -431,7 +431,7 @@ def test_ranks_of_a_script_that_a_stop_ends_have_not_failed(monkeypatch, capsys)
     _, monitor = monitored(monkeypatch, failed(r0=1, r1=-15), FakeHandler(), stopped_by=[signal.SIGTERM])
     with pytest.raises(SignalException):
         monitor()
-    assert "stopped by SIGTERM, which the script does not handle\n" in capsys.readouterr().out
+    assert "stopped by SIGTERM, for which a rank had no handler\n" in capsys.readouterr().out
 
 
 def test_a_script_may_end_on_one_node_before_the_others(nodes, monkeypatch):
