@@ -28,7 +28,7 @@ mapfile -t files < <(find "$etc" -name '*.list' -o -name '*.sources')
 if ((${#files[@]})); then sed -Ei "${edits[@]}" "${files[@]}"; fi
 bare=${url#*://} # a source may have the other of http and https, and a slash at its end
 if ! grep -qsF "$bare" "${files[@]}" /dev/null; then
-    echo "error: APT_SNAPSHOT '$url': no source in $etc is of that distribution's archive" >&2
+    echo "error: APT_SNAPSHOT '$url': no source in $etc is of that distribution's archive; name a snapshot of the base image's distribution" >&2
     exit 2
 fi
 sed -E '/^ *#/d' "${files[@]}" | { grep -oE 'https?://[^][:space:]]+' || true; } | sort -u | while read -r source; do

@@ -15,6 +15,7 @@ if [[ -n ${SCRIPT:-} ]]; then
     export SCRIPT WORKDIR RUNS_DIR
 fi
 cd "$root" || exit 1
+host=$(uname -n) host=${host%%.*} # a minimal node lacks the program hostname
 unset PYTHONHOME PYTHONSAFEPATH # as in scripts/launch.sh
 # Else srun exports only the variables named by sbatch --export, and uses the CPU binding of an enclosing srun, ...
 unset SLURM_EXPORT_ENV SLURM_CPU_BIND SLURM_CPU_BIND_{LIST,TYPE,VERBOSE}
@@ -137,7 +138,7 @@ begin_job() {
     # One log per node: a node that is cut off can still write its own.
     srun+=(--output="$logs/%N.txt" --open-mode=append)
     # Before Slurm 25.11, srun's %N is the host name, which may differ from NodeName: one file with both names.
-    host_log=$logs/$(hostname -s).txt head_log=$logs/${SLURMD_NODENAME:-$(hostname -s)}.txt started=$logs/.started
+    host_log=$logs/$host.txt head_log=$logs/${SLURMD_NODENAME:-$host}.txt started=$logs/.started
     touch "$host_log" "$started" || refuse "cannot write $logs; choose another folder of runs"
     leave_if_complete
     if [[ ! -e $head_log ]]; then ln -s "$(basename "$host_log")" "$head_log"; fi
@@ -217,7 +218,7 @@ stage() {
         umask 077; mkdir -p "$own" || exit 1
         # Its path can be guessed: another user of the node may have made it, with a Python of their own.
         if [[ -L $own || ! -d $own || ! -O $own || $(stat -c %a "$own") != *700 ]]; then
-            echo "error: STAGE: $(hostname): $own is not your own folder of mode 700; remove it, or choose another STAGE_DIR" >&2
+            echo "error: STAGE: $(uname -n): $own is not your own folder of mode 700; remove it, or choose another STAGE_DIR" >&2
             exit 2
         fi
         if [[ -x $1/bin/python ]]; then exit; fi
@@ -234,7 +235,7 @@ stage() {
 show_share() {
     local command=sbatch gpus_flag=--gpus-per-node cores_flag=--cpus-per-task tasks=${SLURM_NTASKS_PER_NODE:-1}
     if [[ ${1:-} == submit ]]; then command="make submit" gpus_flag=GPUS cores_flag=CPUS; fi
-    local node=${SLURMD_NODENAME:-$(hostname -s)} cores=${SLURM_CPUS_ON_NODE:-1} memory unused="" flags=""
+    local node=${SLURMD_NODENAME:-$host} cores=${SLURM_CPUS_ON_NODE:-1} memory unused="" flags=""
     local node_cores node_memory node_gpus gres
     read -r node_cores node_memory gres \
         <<<"$(sinfo --noheader --Node --nodes="$node" --format="%c %m %G" 2>/dev/null | head -n 1)"
@@ -281,7 +282,7 @@ set_python() {
     IFS=, read -ra folders <<<"${CONTAINER_MOUNTS:-}"
     for folder in "${folders[@]}"; do # else each node prints the container tool's own errors
         folder=${folder%%:*}
-        if [[ $folder == /* && ! -e $folder ]]; then refuse "CONTAINER_MOUNTS: there is no $folder on $(hostname); correct it"; fi
+        if [[ $folder == /* && ! -e $folder ]]; then refuse "CONTAINER_MOUNTS: there is no $folder on $host; correct it"; fi
     done
     # A record that is written to a folder of the container alone is lost with it.
     runs=${runs:-$(realpath -ms "$(option --runs-dir runs "$@")")}
@@ -305,7 +306,7 @@ set_python() {
 exec_python() {
     if [[ -n ${CONTAINER_IMAGE:-} && -z ${container[*]} ]]; then # pyxis works in srun only
         # --overlap: beside the other steps
-        exec "${srun[@]}" --overlap --nodes=1 --ntasks=1 --nodelist="${SLURMD_NODENAME:-$(hostname -s)}" "$PYTHON" "$@"
+        exec "${srun[@]}" --overlap --nodes=1 --ntasks=1 --nodelist="${SLURMD_NODENAME:-$host}" "$PYTHON" "$@"
     else
         exec "${container[@]}" "$PYTHON" "$@"
     fi
@@ -358,7 +359,7 @@ make_elastic() {
         status=0
         wait "$store" || status=$?
         if ((status == 75)); then requeue "another process took port $MASTER_PORT"; fi
-        fail "its store did not start on $RDZV_ENDPOINT (status $status)"
+        fail "its store did not start on $RDZV_ENDPOINT (status $status); its error is above, fix it and submit again"
     fi
     disown "$store"
     srun+=(--no-kill --kill-on-bad-exit=0 --wait=0)

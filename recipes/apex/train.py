@@ -26,10 +26,11 @@ from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Check, Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.optim import build_optimizer, optimizer_step
-from recipes.common.options import parse
+from recipes.common.options import is_user_code, parse
 from recipes.common.parallel.buckets import check_complete, settle_buckets, wrap_in_ddp
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
+from recipes.common.user_code import refusal
 from recipes.common.world.world import World, train_as_rank
 
 options = partial(parse, ApexOptions, "apex", __doc__)
@@ -41,6 +42,7 @@ Pairs = Iterator[tuple[Tensor, Tensor]]
 def wrap(model: nn.Module, args: ApexOptions, world: World, data: Data) -> Amp:
     """Prepare the model and its optimizer for --opt-level and wrap the model in DDP; call it on all ranks."""
     check_halves(model, args)
+    check_half_pass(model, args, world, data)
     why_torch = "--amp-backend torch" if args.amp_backend == "torch" else why_not_apex(args, world)
     # Apex: all ranks must use the same backend: gathers one short string per rank.
     why_torch = next(filter(None, world.gather_objects(why_torch)), "")
@@ -160,6 +162,25 @@ def check_halves(model: nn.Module, args: ApexOptions) -> None:
     if found and args.opt_level in ("O2", "O3"):
         what = f"--opt-level {args.opt_level}: {found[0]} of --model {args.model} is complex, and half is not"
         raise UserError(f"{what}; use O0 or O1")
+
+
+def check_half_pass(model: nn.Module, args: ApexOptions, world: World, data: Data) -> None:
+    """Raise UserError if O2 or O3 is given and the user's model, which fits, fails in half precision.
+
+    It does if its forward() casts to fp32: a layer whose weights are half does not take that.
+    """
+    if args.opt_level not in ("O2", "O3") or not is_user_code(args.model):
+        return
+    half = half_type(world.device)
+    try:
+        inputs = to_half(data.examples(2)[0].to(world.device), half)
+        with torch.no_grad():
+            half_copy(model, half).eval()(inputs)
+    except Exception as error:
+        fix = "cast to the dtype of the next layer's weights, or use O0 or O1"
+        what = f"--opt-level {args.opt_level}: --model {args.model} fails in half precision"
+        raise refusal(what, error, fix) from error
+    model.train()  # the copy shares its batch norm
 
 
 def half_copy(model: nn.Module, half: torch.dtype) -> nn.Module:

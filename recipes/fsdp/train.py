@@ -204,6 +204,19 @@ def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
     return fully_shard(model, mp_policy=policy, **settings)
 
 
+MISUSES = {
+    "mixed torch.Tensor and DTensor": (
+        "forward() uses a parameter without calling its module, and FSDP gathers it when that is called; "
+        "call the module"
+    ),
+    "RegisterPostBackwardFunction": (
+        "a block changes its own input in place, and FSDP would not see when its backward ends; "
+        "let the block make a new tensor (x = x + y)"
+    ),
+}
+"""What torch says of models that FSDP cannot train, and what to say instead."""
+
+
 class SameBlocks:
     """Checks that all ranks gather the same blocks in the same order.
 
@@ -234,10 +247,10 @@ class SameBlocks:
         try:
             yield
         except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
+            what = next((what for said, what in MISUSES.items() if said in str(error)), "")
+            if not what:
                 raise
-            what = "forward() uses a parameter without calling its module, and FSDP gathers it when that is called"
-            raise UserError(f"{what}; call the module, or use RECIPE=ddp", on_one_rank=True) from None
+            raise UserError(f"{what}, or use RECIPE=ddp", on_one_rank=True) from None
         self.compare("nothing")
         self.first_blocks.setdefault(self.model.training, self.blocks)
         self.blocks = None

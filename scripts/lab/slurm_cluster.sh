@@ -158,7 +158,7 @@ ACTIVATE
 up() {
     local nodes=${1-2} command
     if ! [[ $nodes =~ ^[1-9][0-9]?$ ]]; then refuse "NODES expects a whole number from 1 to 99, got '$nodes'"; fi
-    if [[ $(id -u) != 0 ]]; then refuse "a test cluster needs root: namespaces and slurmd do"; fi
+    if [[ $(id -u) != 0 ]]; then refuse "a test cluster needs root, for namespaces and slurmd; start it with sudo"; fi
     for command in munged slurmctld slurmd sbatch ip unshare nsenter; do
         if ! command -v "$command" >/dev/null; then
             refuse "there is no $command; apt-get install --no-install-recommends slurm-wlm munge iproute2"
@@ -213,13 +213,14 @@ run() {
 on() {
     local node=$1
     shift
-    if [[ ! -s $state/$node.pid ]]; then refuse "no slurmd runs on a node '$node'"; fi
+    if [[ ! -s $state/$node.pid ]]; then refuse "no slurmd runs on a node '$node'; $here restart NODE starts it, $here status lists the nodes"; fi
     run nsenter --target "$(<"$state/$node.pid")" --mount --net --uts --wd="$PWD" -- "$@"
 }
 
 restart() {
     local node=$1
-    if [[ ! -e $state/$node.out ]]; then refuse "there is no node '$node'"; fi
+    if [[ ! -e $state/$node.out ]]; then refuse "there is no node '$node'; $here status lists the nodes"; fi
+    if ! is_up; then refuse "no test cluster is up; make slurm-up starts one"; fi
     SLURM_CONF=$state/slurm.conf setsid nsenter --target "$(<"$state/pid")" --all "$here" start_node "$node" </dev/null
 }
 
@@ -246,7 +247,7 @@ down() {
         fi
         sleep 0.05
     done
-    echo "error: process $pid did not end within 10 s" >&2
+    echo "error: process $pid did not end within 10 s; see why in ps -o stat,wchan $pid, then run this again" >&2
     exit 1
 }
 

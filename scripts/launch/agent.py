@@ -18,6 +18,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -94,6 +95,8 @@ def main(run: Callable[[Node, str, list[str], str], int]) -> NoReturn:
         # Block the stop signals in this thread from the start, so that pass_signals_on() takes them in its own.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         end_with_launcher()
+        # Torch and Horovod's server only log it. A slow name server delays it, a name of 64 characters breaks it.
+        socket.getfqdn = lambda name="": name or socket.gethostname()
         with temporary_folder() as logs:
             threading.Thread(target=pass_signals_on, args=(logs,), daemon=True).start()
             node = read_node()

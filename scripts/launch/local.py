@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import io
 import itertools
 import os
 import re
@@ -51,7 +52,7 @@ from scripts.launch.command import (
     warn,
 )
 from scripts.launch.cores import count_cores
-from scripts.launch.processes import end_groups, start_process
+from scripts.launch.processes import end_sessions, start_process
 from scripts.launch.recipe_options import read_option
 from scripts.launch.rejoin import LOST_STATUS
 
@@ -62,6 +63,9 @@ PORT_TRIES = 3
 """How many ports are tried: another process may take one after it was chosen, before rank 0 listens."""
 
 DEVICES = Path("/dev")
+
+BAR_EVERY_S = 5.0
+"""How often a progress bar is shown if its node does not write to the terminal itself."""
 
 MOST_PER_CORE = 8
 """More processes per core than this are worth a warning: each imports torch, and 60 on two cores take minutes."""
@@ -183,7 +187,7 @@ class LocalJob:
 
     def __init__(self) -> None:
         self.environment: dict[str, str] = {}  # of all nodes
-        self.nodes: list[subprocess.Popen[str]] = []
+        self.nodes: list[subprocess.Popen[bytes]] = []
         self.relays: list[threading.Thread] = []
         self.refusals: list[str] = []
         self.held_until = 0.0
@@ -198,21 +202,29 @@ class LocalJob:
         if self.is_elastic:  # rank 0, which uses standard output, may be on any node
             stdout, stderr = None, subprocess.PIPE
         own = {**environment, **self.environment}
-        node = start_process(command, own, stdout=stdout, stderr=stderr, text=True, errors="replace")
+        node = start_process(command, own, stdout=stdout, stderr=stderr)
         self.nodes.append(node)
         relay = threading.Thread(target=self.relay, args=(len(self.nodes) - 1, node), daemon=True)
         relay.start()
         self.relays.append(relay)
 
-    def relay(self, number: int, node: subprocess.Popen[str]) -> None:
+    def relay(self, number: int, node: subprocess.Popen[bytes]) -> None:
         """Print a node's lines, marked with its number; hold refusals back, since node 0 may print them too."""
-        for line in node.stdout or node.stderr or ():  # node 0 writes to the terminal itself
+        stream, next_bar = node.stdout or node.stderr, 0.0
+        if not stream:  # node 0 writes to the terminal itself
+            return
+        for line in io.TextIOWrapper(stream, errors="replace", newline=""):
+            if line.endswith("\r"):  # a state of a progress bar
+                if not line.strip() or time.monotonic() < next_bar:
+                    continue
+                next_bar = time.monotonic() + BAR_EVERY_S
+            marked = f"[node {number}] {line.rstrip()}\n"
             if line.startswith("error: ") and not self.is_elastic:
                 self.held_until = time.monotonic() + FAILURE_GRACE_S
-                self.refusals.append(f"[node {number}] {line}")
+                self.refusals.append(marked)
             else:
                 with contextlib.suppress(OSError):  # nobody reads it; the node must not wait
-                    sys.stderr.write(f"[node {number}] {line}")
+                    sys.stderr.write(marked)
 
     def print_refusals(self) -> None:
         """Print the lines that were held back."""
@@ -248,7 +260,7 @@ class LocalJob:
                 self.print_refusals()
             if self.interrupted_by or now > min(error_deadline, self.stop_deadline):
                 first_failed = self.failed()  # nodes that are killed below did not fail by themselves
-                end_groups([node.pid for node in self.nodes])  # ranks end with their node's agent
+                end_sessions([node.pid for node in self.nodes])
                 break
             if self.stop_signals and now > next_signal:  # again each second: a node may have had no handlers yet
                 next_signal = now + 1
@@ -269,7 +281,7 @@ class LocalJob:
         """Return the numbers of the nodes that have failed so far."""
         return [number for number, node in enumerate(self.nodes) if self.has_failed(node)]
 
-    def has_failed(self, node: subprocess.Popen[str]) -> bool:
+    def has_failed(self, node: subprocess.Popen[bytes]) -> bool:
         """Whether a node failed; one that a stop signal killed before it had its handlers did not."""
         status = node.poll()
         return status is not None and status != 0 and -status not in self.stop_signals
@@ -322,11 +334,11 @@ class ElasticJob(LocalJob):
         self.store.wait()
         return status
 
-    def has_failed(self, node: subprocess.Popen[str]) -> bool:
+    def has_failed(self, node: subprocess.Popen[bytes]) -> bool:
         """Whether a node, or the store, failed; a lost node has not failed, since the others continue."""
         return (super().has_failed(node) and not self.is_lost(node)) or bool(self.store.poll())
 
-    def is_lost(self, node: subprocess.Popen[str]) -> bool:
+    def is_lost(self, node: subprocess.Popen[bytes]) -> bool:
         """Whether a node has lost the store or was killed, except by a stop signal that came as it ended."""
         status = node.poll()
         is_killed = status is not None and status < 0 and -status not in self.stop_signals

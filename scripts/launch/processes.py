@@ -135,8 +135,21 @@ def run_with_signals(
             return process.returncode, received
 
 
-def end_groups(pids: list[int]) -> None:
-    """Kill the process groups of these leaders, including what ended leaders left behind, such as data loaders."""
-    for pid in pids:
+def end_sessions(leaders: Sequence[int]) -> None:
+    """Kill these leaders of sessions, their descendants, and what ended leaders left behind in their sessions.
+
+    Otherwise data loaders and compilers would outlive a rank that was killed.
+    """
+    import psutil
+
+    descendants = set()
+    for pid in leaders:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            descendants |= {process.pid for process in psutil.Process(pid).children(recursive=True)}
+    for pid in leaders:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if pid in descendants or os.getsid(pid) in leaders:
+                os.kill(pid, signal.SIGKILL)

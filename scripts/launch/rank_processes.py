@@ -17,7 +17,7 @@ from recipes.common.process.node import Failure, cause_of, status_of
 from recipes.common.process.parent import LAUNCHER_PID
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
-from scripts.launch.processes import end_groups, wait_for
+from scripts.launch.processes import end_sessions, wait_for
 from scripts.launch.rejoin import HAS_RETURNED, report_unsaved_stop
 from scripts.launch.stuck import LOOK_EVERY_S, StuckRanks
 
@@ -132,7 +132,7 @@ def end_processes(running: list[subprocess.Popen[bytes]]) -> None:
                 if process.poll() is None:  # a stopped process (SIGSTOP) reacts to KILL alone
                     os.killpg(process.pid, number)
     wait_for(running, END_SIGNAL_GRACE_S)
-    end_groups([process.pid for process in running])
+    end_sessions([process.pid for process in running])
 
 
 def own_failures(failures: dict[int, Failure]) -> dict[int, Failure]:
@@ -149,7 +149,7 @@ def report_if_stopped(failures: dict[int, Failure]) -> bool:
     """Whether a stop signal itself has ended ranks; print a line if so."""
     for number in STOP_SIGNALS if STOPPED_BY else ():
         if any(failure.status == -number for failure in failures.values()):
-            print(f"stopped by {signal.Signals(number).name}, which the script does not handle", flush=True)
+            print(f"stopped by {signal.Signals(number).name}, for which a rank had no handler", flush=True)
             return True
     return False
 

@@ -38,6 +38,9 @@ RETURN_AFTER_S = 1.0
 HAS_RETURNED = "HAS_RETURNED"
 """Variable of an agent, not empty if an earlier agent of its node was lost, together with its ranks."""
 
+MOST_NODES = 512
+"""Elastic jobs were tried with up to this many nodes: see docs/elastic.md."""
+
 STORE_LINGER_S = 3.0
 """How long node 0's store outlives its ranks: other nodes read from it how the job has ended."""
 
@@ -102,6 +105,11 @@ def check_variables(options: list[str]) -> int:
     nnodes, min_nodes = read_number("NNODES", 1, at_least=1), read_number("MIN_NODES", 1, at_least=1)
     if min_nodes > nnodes:
         raise UserError(f"MIN_NODES {min_nodes} is more than NNODES {nnodes}; lower it")
+    if nnodes > MOST_NODES and read_number("NODE_RANK", 0, at_least=0) == 0:
+        say(
+            f"warning: elastic jobs are for up to {MOST_NODES} nodes, and of {nnodes} healthy ones may count as "
+            "lost; use fewer, or unset MIN_NODES and resume from checkpoints"
+        )
     endpoint = os.environ.get("RDZV_ENDPOINT", "")
     host, _, port = endpoint.rpartition(":")
     if endpoint and not (host and port.isdigit()):

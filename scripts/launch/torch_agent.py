@@ -35,7 +35,7 @@ from recipes.common.watch.report import list_numbers
 from scripts.launch import script
 from scripts.launch.command import warn
 from scripts.launch.echo import listen
-from scripts.launch.processes import end_groups, wait_for
+from scripts.launch.processes import end_sessions, wait_for
 from scripts.launch.rank_processes import (
     END_SIGNAL,
     END_SIGNAL_GRACE_S,
@@ -113,7 +113,7 @@ def end_ranks(
     if script.is_set() and (STOPPED_BY or SAVING.is_set()):
         wait_for(ranks, STOP_GRACE_S)
     close(END_SIGNAL, END_SIGNAL_GRACE_S)
-    end_groups([rank.pid for rank in ranks])
+    end_sessions([rank.pid for rank in ranks])
 
 
 def failures_of(result: RunResult) -> dict[int, Failure]:

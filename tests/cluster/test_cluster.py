@@ -99,5 +99,5 @@ def test_a_user_without_root_is_told():
         result = subprocess.run([*as_nobody, script, "up"], cwd=folder, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (
         2,
-        "error: a test cluster needs root: namespaces and slurmd do\n",
+        "error: a test cluster needs root, for namespaces and slurmd; start it with sudo\n",
     )

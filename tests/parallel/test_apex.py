@@ -12,6 +12,7 @@ import math
 import os
 import signal
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,28 @@ def test_numbers_that_half_precision_does_not_have_are_refused(level):
         recipe.check_halves(model, recipe.options(["--opt-level", level]))
     recipe.check_halves(model, recipe.options(["--opt-level", "O1"]))
     recipe.check_halves(torch.nn.Linear(1, 1), recipe.options(["--opt-level", level]))
+
+
+class CastsInputs(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = torch.nn.BatchNorm2d(1), torch.nn.Linear(64, 10)
+
+    def forward(self, images):
+        return self.linear(self.norm(images).flatten(1).float())
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_model_that_casts_to_fp32_is_refused(level):
+    args = recipe.options(["--opt-level", level, "--model", "mine:net"])
+    data = types.SimpleNamespace(examples=lambda count: (torch.ones(count, 1, 8, 8), torch.zeros(count)))
+    world = recipe.World(0, 1, torch.device("cpu"), None, None)
+    what = rf"^--opt-level {level}: --model mine:net fails in half precision: RuntimeError: .*; cast to the dtype"
+    with pytest.raises(UserError, match=what):
+        recipe.check_half_pass(CastsInputs(), args, world, data)
+    model = torch.nn.Sequential(torch.nn.BatchNorm2d(1), torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    recipe.check_half_pass(model, args, world, data)
+    assert all(module.training for module in model.modules())
 
 
 def test_it_says_what_runs_and_refuses_what_cannot(tmp_path):

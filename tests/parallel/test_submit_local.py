@@ -26,7 +26,7 @@ def test_it_becomes_the_launcher_of_local_nodes(tmp_path):
     command.process.send_signal(signal.SIGTERM)
     done = command.wait(check=True)
     assert " on 2 nodes, all on this machine, record " in done.stdout
-    assert "stopped by SIGTERM, which the script does not handle\n" in done.stdout
+    assert "stopped by SIGTERM, for which a rank had no handler\n" in done.stdout
 
 
 def test_points_of_a_script_run_one_by_one(tmp_path):

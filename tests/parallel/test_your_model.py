@@ -205,6 +205,14 @@ class Borrows(nn.Module):
     def forward(self, inputs):
         return nn.functional.linear(inputs, self.layers[0].weight, self.layers[0].bias)
 
+class AddTo(nn.Linear):
+    def forward(self, inputs):
+        inputs += super().forward(inputs)
+        return inputs
+
+def add_to(data):
+    return nn.Sequential(nn.Linear(2, 8), AddTo(8, 8), nn.Linear(8, 3))
+
 class RefusesZeros:
     "As pack_padded_sequence() does with lengths of 0."
     def forward(self, inputs):
@@ -476,14 +484,23 @@ def test_checks_before_the_training_invent_no_sample(start, recipe, world_size):
     start(recipe, world_size, *argv).wait(check=True)
 
 
-def test_fsdp_says_that_it_gathers_a_module_when_it_is_called(start):
-    outcome = start("fsdp", 2, *SPIRALS, "--model", "mine:Borrows").wait()
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (
+            "Borrows",
+            "forward() uses a parameter without calling its module, and FSDP gathers it when that is called; "
+            "call the module, or use RECIPE=ddp",
+        ),
+        ("add_to", "a block changes its own input in place, and FSDP would not see when its backward ends; let "),
+    ],
+    ids=["no call", "in place"],
+)
+def test_fsdp_names_what_it_cannot_train(start, model, message):
+    outcome = start("fsdp", 2, *SPIRALS, "--model", f"mine:{model}").wait()
     assert outcome.statuses == [2, 2], outcome.text
     assert "Traceback" not in outcome.text
-    assert (
-        "error: forward() uses a parameter without calling its module, and FSDP gathers it when that is called; "
-        "call the module, or use RECIPE=ddp"
-    ) in outcome.text
+    assert f"error: {message}" in outcome.text
 
 
 @pytest.mark.parametrize("recipe", ["ddp", *slow("fsdp")])

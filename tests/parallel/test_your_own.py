@@ -190,7 +190,7 @@ def test_one_that_does_not_handle_signals_is_ended_by_them_with_status_0(tmp_pat
     result = job.wait(timeout_s=50)
     assert (result.status, result.errors) == (0, [])
     assert "waits\n" in result.stdout, "output is not lost in a buffer"
-    assert f"stopped by {number.name}, which the script does not handle\n" in result.stdout
+    assert f"stopped by {number.name}, for which a rank had no handler\n" in result.stdout
 
 
 def test_one_that_handles_them_gets_each_once_and_writes_its_checkpoint(tmp_path):
@@ -256,7 +256,7 @@ def test_an_agent_under_nohup_outlives_its_terminal(tmp_path):
     job.process.send_signal(signal.SIGTERM)
     result = job.wait(timeout_s=50)
     assert (result.status, result.errors) == (0, [])
-    assert "stopped by SIGTERM, which the script does not handle\n" in result.stdout
+    assert "stopped by SIGTERM, for which a rank had no handler\n" in result.stdout
 
 
 @pytest.mark.parametrize("status", [7, 3])
@@ -328,7 +328,7 @@ def test_in_an_elastic_job_it_starts_again_and_is_told_to_resume(tmp_path):
         result = job.wait()
         assert (result.status, result.errors) == (0, [])
         assert (job.run / "saved").read_text() == "SIGUSR1 begin\nend\nSIGTERM begin\nend\n"
-        assert result.stdout.count("stopped by SIGTERM, which the script does not handle\n") == 1
+        assert result.stdout.count("stopped by SIGTERM, for which a rank had no handler\n") == 1
         assert "ended with status 7; its own error is above; restart 1 of at most 1\n" in result.stderr
         assert returned.wait(30) == 0
     finally:

@@ -118,7 +118,8 @@ def test_a_job_whose_elastic_store_loses_its_port_is_requeued(job, tmp_path):
     assert is_requeued(tmp_path)
     done = job(then=then, STATUS="3", **own)
     assert (done.returncode, "more" in done.stdout) == (1, False)
-    assert re.search(r"error: job 7: its store did not start on n1:\d+ \(status 3\)\n$", done.stderr)
+    fix = "its error is above, fix it and submit again"
+    assert re.search(rf"error: job 7: its store did not start on n1:\d+ \(status 3\); {fix}\n$", done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -426,6 +427,12 @@ def test_a_submitted_job_that_has_completed_trains_no_more(submitted):
     assert submitted("0", 0, ends).returncode == 0
     again = submitted("0", 0, ends, SLURM_RESTART_COUNT="1")
     assert (again.returncode, "trains" in again.stdout) == (0, False), again.stderr
+
+
+def test_a_node_needs_no_program_hostname(job, tmp_path):
+    write_program(tmp_path / "hostname", "exit 127")
+    done = job(then='basename "$head_log"')
+    assert (done.stdout.splitlines()[-1], done.stderr) == (f"{socket.gethostname().split('.')[0]}.txt", "")
 
 
 def test_the_head_nodes_log_has_slurms_name_and_the_hosts(job):

@@ -1,5 +1,6 @@
 """The launcher of local nodes and the agent of a node: what they decide before anything starts."""
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -17,12 +18,13 @@ import pytest
 import torch
 
 from recipes.common.errors import UserError, as_user_error
+from recipes.common.process import node
 from recipes.common.process.node import Failure, Node, check_head, how_ended, wait_for_head
 from recipes.common.process.rendezvous_errors import MissingNodeError, PortTakenError
 from scripts.launch import agent, echo, local, processes, rank_processes, script
 from tests import support
-from tests.conftest import refused
-from tests.support import ROOT, run_command, wait_until, write_program
+from tests.conftest import need_horovod, refused
+from tests.support import ROOT, has_ended, run_command, wait_until, write_program
 
 
 @pytest.mark.parametrize(
@@ -298,6 +300,15 @@ def test_how_a_process_ended(status, how):
     assert how_ended(status) == how
 
 
+def test_a_lack_of_memory_is_named_where_the_cgroup_has_counted_it(monkeypatch):
+    assert node.count_oom_kills() >= 0
+    monkeypatch.setattr(node, "count_oom_kills", lambda: node.OOM_KILLS_BEFORE + 2)
+    ended = {0: Failure(1, 5), 1: Failure(-signal.SIGKILL, 6)}
+    hint = "meanwhile memory ran out in its cgroup (oom_kill 2)"
+    assert node.cause_of(ended).endswith(f" was killed by SIGKILL; {hint}")
+    assert node.cause_of({0: Failure(-signal.SIGABRT, 5)}).endswith(" was killed by SIGABRT")
+
+
 def test_an_agent_whose_store_has_gone_says_nothing_of_it():
     """What it starts has the level of warnings that the user has chosen, or torch's own."""
     result = run_command(sys.executable, "-c", STORE_GONE)
@@ -305,6 +316,26 @@ def test_an_agent_whose_store_has_gone_says_nothing_of_it():
     result = run_command(sys.executable, "-c", STORE_GONE, TORCH_CPP_LOG_LEVEL="WARNING")
     assert result.stdout == "gone WARNING\n"
     assert "recvValueWithTimeout failed" in result.stderr
+
+
+@pytest.mark.parametrize("main", ["agent.run_torchrun", "horovod.run"])
+def test_a_host_name_of_64_characters(tmp_path, main):
+    """Linux takes such a name, and Python's look-up of names fails for it."""
+    if main == "horovod.run":
+        need_horovod()
+    code = "import socket; socket.gethostname = lambda: 'n' * 64; from scripts.launch import agent, horovod; "
+    code += f"horovod.bind_address = lambda _: ''; agent.main({main})"
+    script = tmp_path / "mine.py"
+    script.write_text("print('trains')")
+    result = run_command(sys.executable, "-c", code, "ddp", SCRIPT=str(script), MASTER_PORT=str(local.free_port()))
+    assert (result.status, result.stdout, result.stderr) == (0, "trains\n", "")
+
+
+@pytest.mark.parametrize(("limit", "words"), [(2**21, "warning: ulimit -v is 2097152 kB, "), ("unlimited", "")])
+def test_a_small_address_space_is_a_warning(limit, words):
+    """The import of torch then fails with a traceback that says nothing of a limit."""
+    done = run_command("bash", "-c", f"ulimit -v {limit}; exec scripts/launch.sh single", PYTHON="true")
+    assert (done.status, done.stderr.startswith(words), done.stderr.count("\n")) == (0, True, bool(words))
 
 
 def test_a_signal_to_an_agent_that_is_about_to_end_is_no_error(monkeypatch, tmp_path):
@@ -324,7 +355,7 @@ def test_a_rank_that_saves_is_left_to_finish_by_horovods_agent_too(monkeypatch, 
     monkeypatch.setattr(rank_processes, "FAILURE_GRACE_S", 0.1)
     environments = {rank: {**os.environ, "RANK": str(rank), "SAVED": str(tmp_path / "saved")} for rank in (0, 1)}
     assert rank_processes.run_processes([sys.executable, "-c", code], environments, str(tmp_path)) == 0
-    assert capsys.readouterr().out == "stopped by SIGTERM, which the script does not handle\n"
+    assert capsys.readouterr().out == "stopped by SIGTERM, for which a rank had no handler\n"
     assert (tmp_path / "saved").exists()
 
 
@@ -536,13 +567,39 @@ def test_nodes_that_are_killed_at_the_bound_are_not_called_failed(monkeypatch, c
     """This holds even if they are dead before the launcher looks at them again."""
     monkeypatch.setattr(local, "STOP_GRACE_S", 0.0)
     job = local.LocalJob()
-    kill = local.end_groups
-    monkeypatch.setattr(local, "end_groups", lambda pids: [kill(pids), *(node.wait(30) for node in job.nodes)])
+    kill = local.end_sessions
+    monkeypatch.setattr(local, "end_sessions", lambda pids: [kill(pids), *(node.wait(30) for node in job.nodes)])
     job.start(["bash", "-c", "trap '' TERM; echo up; sleep 60 & wait; wait"], {**os.environ})
     wait_until(lambda: "up" in capfd.readouterr().out, 30, lambda: "bash has not begun")
     job.record_stop(signal.SIGTERM, None)
     assert job.wait() == 1
     assert capfd.readouterr().err == "error: still running 0 s after the signal; killed\n"
+
+
+def sleep_in(mark, shell):
+    """Start a shell that starts a sleep, which leaves its process id in a file; return both."""
+    own = {"stdin": subprocess.DEVNULL, "start_new_session": True, "env": {**os.environ, "FILE": str(mark)}}
+    process = subprocess.Popen(["bash", "-c", shell], **own)
+    wait_until(lambda: mark.exists() and mark.read_text(), 20, "the sleep")
+    return process, psutil.Process(int(mark.read_text()))
+
+
+SLEEP = "sh -c 'echo $$ >$FILE; exec sleep 60'"
+
+
+@pytest.mark.parametrize("shell", [f"set -m; {SLEEP} &", f"setsid {SLEEP} & wait"], ids=["group", "session"])
+def test_what_a_rank_has_started_ends_with_it(tmp_path, shell):
+    """As a compiler in a process group of its own, and the ranks of a torchrun that a script calls."""
+    process, sleep = sleep_in(tmp_path / "pid", shell)
+    try:
+        if "setsid" not in shell:
+            assert process.wait(20) == 0
+        processes.end_sessions([process.pid])
+        wait_until(lambda: has_ended(sleep), 10, "the end of the sleep")
+    finally:
+        process.wait(20)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            sleep.kill()
 
 
 def test_a_volume_that_is_not_this_users_is_one_line(monkeypatch, tmp_path):

@@ -77,6 +77,12 @@ def test_a_node_whose_output_nobody_reads_any_more_goes_on(monkeypatch):
     assert start(local.LocalJob(), "exit 0", f"{HELD_BACK}; timeout 20 seq 100000").wait() == 0
 
 
+def test_a_progress_bar_of_another_node_is_no_line_for_each_state(capsys):
+    bar = r"for i in {1..50}; do printf '\r%s%%' $i; sleep 0.01; done; printf '\r100%%\nends\r\nlast'"
+    assert start(local.LocalJob(), "exit 0", bar).wait() == 0
+    assert capsys.readouterr().err == "".join(f"[node 1] {line}\n" for line in ("1%", "100%", "ends", "last"))
+
+
 def test_a_stop_before_any_node_listens_is_told(capsys):
     job = start(local.LocalJob(), "sleep 60", "sleep 60")
     job.record_stop(signal.SIGTERM, None)

@@ -176,7 +176,7 @@ def test_a_class_of_the_users_is_not_split_as_torchvisions_of_the_same_name():
     """Its forward() may do more, such as a functional ReLU, which a split would leave out."""
     own = type("ResNet", (torch.nn.Module,), {"__module__": "mine"})()
     own.conv1, own.fc = torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(4, 10)
-    with pytest.raises(UserError, match="a ResNet is not a plain sequence of layers"):
+    with pytest.raises(UserError, match="--model: ResNet is not a plain sequence of layers"):
         layers(own)
 
 
@@ -224,7 +224,7 @@ def test_a_layer_that_occurs_again_is_applied_again():
 def test_a_sequence_with_its_own_forward_is_one_layer():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), Residual(torch.nn.Linear(2, 2), torch.nn.Tanh()))
     assert [name for name, _ in layers(model)] == ["0", "1"]
-    with pytest.raises(UserError, match="a Residual is not a plain sequence of layers and cannot be split"):
+    with pytest.raises(UserError, match="--model: Residual is not a plain sequence of layers and cannot be split"):
         layers(Residual(torch.nn.Linear(2, 2)))
 
 

@@ -431,7 +431,7 @@ def test_ranks_of_a_script_that_a_stop_ends_have_not_failed(monkeypatch, capsys)
     _, monitor = monitored(monkeypatch, failed(r0=1, r1=-15), FakeHandler(), stopped_by=[signal.SIGTERM])
     with pytest.raises(SignalException):
         monitor()
-    assert "stopped by SIGTERM, which the script does not handle\n" in capsys.readouterr().out
+    assert "stopped by SIGTERM, for which a rank had no handler\n" in capsys.readouterr().out
 
 
 def test_a_script_may_end_on_one_node_before_the_others(nodes, monkeypatch):
@@ -816,6 +816,17 @@ def test_settings_that_make_no_sense(monkeypatch, variables, options, words):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=words):
         rejoin.check_variables(options)
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "node_rank", "words"), [("512", "0", ""), ("513", "1", ""), ("513", "0", "and of 513 healthy ones")]
+)
+def test_more_nodes_than_elastic_jobs_are_for(monkeypatch, capsys, nnodes, node_rank, words):
+    for name, value in {"NNODES": nnodes, "NODE_RANK": node_rank}.items():
+        monkeypatch.setenv(name, value)
+    rejoin.check_variables(["--name=x"])
+    error = capsys.readouterr().err
+    assert (words in error, error.count("\n")) == (True, bool(words))
 
 
 def test_an_endpoint_may_have_an_ipv6_address(monkeypatch):

@@ -25,8 +25,8 @@ def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if not is_sequence and not flattened_before:
         known = "lenet, vit-tiny, gpt-tiny, gpt-small, resnet*, resnext*, wide_resnet*, vgg* and alexnet"
         own = "your own that applies its children in order and has is_sequence = True"
-        what = f"a {family} is not a plain sequence of layers and cannot be split"
-        raise UserError(f"{what}; --model may be {known}, or {own}")
+        what = f"--model: {family} is not a plain sequence of layers and cannot be split"
+        raise UserError(f"{what}; use {known}, or {own}")
     sequence: list[tuple[str, nn.Module]] = []
     for name, child in model._modules.items():  # named_children() leaves out a module that occurs again
         if child is None:

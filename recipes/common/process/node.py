@@ -6,6 +6,7 @@ once.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from recipes.common.errors import UserError
@@ -145,9 +147,24 @@ def how_ended(status: int) -> str:
     return f"was killed by {signal.Signals(-status).name if is_named else f'signal {-status}'}"
 
 
+def count_oom_kills() -> int:
+    """Return how many processes of this cgroup the kernel has killed for lack of memory; 0 if it does not say."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        _, _, own = Path("/proc/self/cgroup").read_text().rpartition("0::")  # cgroup v2
+        events = Path(f"/sys/fs/cgroup{own.strip()}/memory.events").read_text()
+        return int(dict(line.split() for line in events.splitlines())["oom_kill"])
+    return 0
+
+
+OOM_KILLS_BEFORE = count_oom_kills()
+"""Those before this launcher started its ranks."""
+
+
 def cause_of(failures: dict[int, Failure]) -> str:
     """Return which of a node's failed ranks is to blame, and how it ended."""
     rank = culprit_of(failures)
     status, pid = failures[rank]
     hint = "" if status < 0 else "; its own error is above"
+    if status == -signal.SIGKILL and (kills := count_oom_kills() - OOM_KILLS_BEFORE) > 0:
+        hint = f"; meanwhile memory ran out in its cgroup (oom_kill {kills})"
     return f"rank {rank} (pid {pid} on {socket.gethostname()}) {how_ended(status)}{hint}"
