@@ -148,7 +148,7 @@ def check_ranks(run: Run) -> Iterator[Finding]:
         where = step_name(records[0], i)
         rates = [record["lr"] for record in records]
         if any(rate != rates[0] for rate in rates):
-            by_rank = ", ".join(str(rate[0]) for rate in rates)
+            by_rank = ", ".join(" ".join(map(str, groups)) for groups in rates)
             yield Finding("unequal-learning-rates", f"{where}, learning rate: {by_rank} by rank")
             return
         if (apart := rank_difference(records, "final")) > 1e-6:
@@ -346,7 +346,7 @@ def check_printed(run: Run, first: Run, rounding: Rounding, is_proven: bool) -> 
             continue
         pairs = zip(series.excesses(other), other.values, series.values, strict=True)
         for i, (excess, value, right) in enumerate(pairs):
-            if math.isinf(excess) or excess > rounding.limit(rounding.printed[name], i, abs(right)):
+            if math.isinf(excess) or excess > rounding.limit(rounding.printed.get(name, ()), i, abs(right)):
                 cause = explain_printed(run, first, other, series) if is_proven else "unknown"
                 yield Finding(cause, f"{name}, value {i + 1}: {value:.8g}, {right:.8g} at 1 process")
                 break
@@ -462,9 +462,12 @@ def check_resumed(resumed: Run, whole: Run) -> Finding | None:
             if seen := [j + 1 for j in range(start) if whole.rows(j) == resumed.rows(i)]:
                 return Finding("data-repeated", f"{where}, samples: those of step {seen[-1]}")
             return Finding("other-data-after-resume", f"{where}, samples: not those of step {step} without a stop")
-        if record["lr"] != expected["lr"] and not np.allclose(record["lr"], expected["lr"], rtol=1e-9):
-            rates = f"{record['lr'][0]:.6g}, {expected['lr'][0]:.6g} without a stop"
-            return Finding("learning-rate-not-resumed", f"{where}, learning rate: {rates}")
+        rates, right = record["lr"], expected["lr"]
+        if len(rates) != len(right) or not np.allclose(rates, right, rtol=1e-9, atol=1e-12):
+            shown = [" ".join(f"{rate:.6g}" for rate in groups) for groups in (rates, right)]
+            return Finding(
+                "learning-rate-not-resumed", f"{where}, learning rate: {', '.join(shown)} without a stop"
+            )
         if (moved := difference(weight_change(record), weight_change(expected))) > RESUMED_SHARE:
             return Finding("optimizer-not-resumed", f"{where}, update of the weights: differs by {moved:.1e}")
     if (end := start + len(resumed.steps)) != len(whole.steps):

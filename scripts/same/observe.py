@@ -78,6 +78,11 @@ def sketch_all(tensors: Iterable[Tensor | None]) -> list[float]:
     return sum(sketches, torch.zeros(SKETCH_SIZE, device="cpu")).tolist()
 
 
+def own_part(tensor: Any) -> Any:
+    """Return this rank's part of a DTensor, and anything else as it is."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 def fingerprints(batch: Tensor) -> list[str]:
     """Return a fingerprint of each sample's content; samples are along the first dimension."""
     rows = batch.detach().flatten(1) if batch.dim() > 1 else batch.detach().unsqueeze(1)
@@ -183,13 +188,12 @@ class Observer:
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters of the optimizer that steps (of the outer one if one wraps another)."""
-        found = [parameter for group in self.stepping[0].param_groups for parameter in group["params"]]
-        return [getattr(parameter, "_local_tensor", parameter) for parameter in found]  # a DTensor's own shard
+        return [parameter for group in self.stepping[0].param_groups for parameter in group["params"]]
 
     def capture(self) -> None:
         """Keep what the step uses; a later call, by an inner optimizer with exchanged gradients, replaces it."""
-        parameters = self.parameters()
-        gradients = [parameter.grad for parameter in parameters]
+        gradients = [own_part(parameter.grad) for parameter in self.parameters()]
+        parameters = [*map(own_part, self.parameters())]
         if self.is_control and self.iteration < 0:
             self.round_differently(gradients)
         shapes = [list(parameter.shape) for parameter in parameters]
@@ -237,7 +241,7 @@ class Observer:
                 "step",
                 optimizer=self.optimizers.index(optimizer),
                 **self.record,
-                after=sketch_all(self.parameters()),
+                after=sketch_all(map(own_part, self.parameters())),
                 batch_norm=self.uses_batch_norm,
                 dropout=self.uses_dropout,
                 iteration=self.iteration,

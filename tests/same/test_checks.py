@@ -11,6 +11,10 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from recipes.common.errors import UserError
 from scripts.same import observe, script_job
@@ -67,6 +71,22 @@ def test_a_sketch_does_not_depend_on_the_default_device():
     tensor = torch.arange(100.0)
     with torch.device("meta"):
         assert sum(observe.sketch_all([tensor])) == 4950
+
+
+def test_the_gradient_of_a_rank_s_own_part_of_a_tensor_is_recorded(tmp_path):
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        weight, gradient = (
+            DTensor.from_local(torch.full((3,), value), DeviceMesh("cpu", [0, 1]), run_check=False)
+            for value in (1.0, 2.0)
+        )
+        parameter = torch.nn.Parameter(weight)
+        parameter.grad = gradient
+        observer = observe.Observer(tmp_path, 0)
+        observer.before_step(torch.optim.SGD([parameter]), (), {})
+    finally:
+        dist.destroy_process_group()
+    assert (sum(observer.record["weights"]), sum(observer.record["final"])) == (3, 6)
 
 
 def test_batches_without_values_are_left_out(tmp_path):
@@ -385,6 +405,16 @@ def test_a_control_run_that_rounding_changes_beyond_recognition_is_noted():
     assert found == [("chaotic", "step 1, gradient")]
 
 
+def test_what_only_the_replay_prints_is_compared():
+    """One process with the batches of two ranks may reach a line that it does not reach with its own."""
+    texts = ("loss 1.25", 1), ("loss 1.25 val_loss 2.5", 2), ("loss 1.25 val_loss 2.75", 1)
+    first, run, replay = (printed(*text) for text in texts)
+    for one in (one for records in (*run.steps, *replay.steps) for one in records):
+        one["rows"] = [f"other {row}" for row in one["rows"]]
+    *_, found = compare_runs(run, first, replay, Rounding(first, first))
+    assert found.what == "val_loss, value 1: 2.5, 2.75 at 1 process"
+
+
 def test_ranks_that_step_unequally_often_are_a_difference():
     run = record(2, GRADIENTS)
     run.events[1].append({**run.events[1][-1]})
@@ -403,6 +433,10 @@ def resumed_at(start, steps=NUM_STEPS, text="test_loss 1.25"):
     [
         (resumed_at(2), None),
         (with_fields(resumed_at(2), 1, rows=(["40"], ["41"])), "other-data-after-resume"),
+        (with_fields(resumed_at(2), 1, lr=([0.1 + 1e-12],) * 2), None),
+        (with_fields(resumed_at(2), 1, lr=([0.2],) * 2), "learning-rate-not-resumed"),
+        (with_fields(resumed_at(2), 1, lr=([0.1, 0.2],) * 2), "learning-rate-not-resumed"),
+        (with_fields(resumed_at(2), 1, lr=([0.1, 0.1, 0.1],) * 2), "learning-rate-not-resumed"),
         (resumed_at(2, text="test_loss 9.00 test_loss 1.25"), None),
         (resumed_at(0), "starts-over"),
         (resumed_at(2, 3), "steps-not-resumed"),
@@ -457,6 +491,11 @@ def test_samples_of_other_content_are_not_called_dropped():
     for step in run.steps[0]:
         step["rows"] = [f"moved {row}" for row in step["rows"]]
     assert causes(run) == [("other-samples", "step 1, samples")]
+
+
+def test_the_learning_rates_of_all_groups_are_shown():
+    run = with_fields(record(2, GRADIENTS), 1, lr=([0.1, 0.1], [0.1, 0.2]))
+    assert findings(run)[0].what == "step 2, learning rate: 0.1 0.1, 0.1 0.2 by rank"
 
 
 def test_fewer_steps_are_named():

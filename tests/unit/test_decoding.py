@@ -30,6 +30,15 @@ CPU = torch.device("cpu")
 WIDTH, HEIGHT = 83, 61
 
 
+class OnGPU(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor)
+
+
 def picture():
     """Return an image with smooth parts, edges and noise, like a photograph."""
     y, x = np.mgrid[:HEIGHT, :WIDTH]
@@ -264,6 +273,14 @@ class TestCrops:
             left, top, width, height = box
             theirs = v2.functional.resized_crop(rgb, top, left, height, width, [32, 32], antialias=True)
             assert np.abs(ours.numpy().astype(int) - np.array(theirs)).max() <= 1
+
+    @pytest.mark.parametrize(("size", "place"), [(20, "GPU"), (7, "CPU")])
+    def test_a_gpu_leaves_a_large_reduction_to_the_cpu(self, size, place):
+        """Its kernel fails: too much shared memory required."""
+        image = torch.from_numpy(np.array(picture().resize((700, 500))))
+        ours = resize(image.as_subclass(OnGPU), size, size)
+        assert isinstance(ours, OnGPU) == (place == "GPU")
+        assert (ours.as_subclass(torch.Tensor).int() - resize(image, size, size).int()).abs().max() <= 1
 
     @pytest.mark.parametrize(
         ("width", "height"), [(83, 61), (61, 83), (50, 50), (300, 31), (400, 10), (7, 400), (1, 900)]

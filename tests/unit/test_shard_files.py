@@ -139,6 +139,13 @@ def test_what_is_written_is_read(folder):
     assert max(sizes) < sum(sizes) / 2
 
 
+def test_empty_tensors_have_no_pieces_and_keep_their_shapes():
+    shapes = {"a": [0], "b": [0, 3], "c": [2, 0]}
+    model = {name: {"shape": shape, "dtype": "float32", "pieces": []} for name, shape in shapes.items()}
+    whole = read_whole({"model": model, "shards": {"folder": "", "files": []}})
+    assert {name: list(tensor.shape) for name, tensor in whole["model"].items()} == shapes
+
+
 @pytest.mark.parametrize("block_bytes", [1, 2**20])
 def test_any_box_is_read_from_the_pieces_that_overlap_it(folder, monkeypatch, block_bytes):
     monkeypatch.setattr(shard_files, "BLOCK_BYTES", block_bytes)

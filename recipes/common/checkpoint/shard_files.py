@@ -63,10 +63,10 @@ def read_whole(content: dict[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's content with all tensors whole in memory, whether it is sharded or not."""
     if not (shards := content.get("shards")):
         return content
-    tensors: dict[tuple[str, str], Tensor] = {}
+    tensors: dict[str, Tensor] = {}
 
     def read(reference: Reference) -> Tensor:
-        key = str(reference["dtype"]), str(pieces_of(reference).tolist())  # a tied tensor has two names
+        key = str({**reference, "pieces": pieces_of(reference).tolist()})  # a tied tensor has two names
         if key not in tensors:
             tensors[key] = read_box(reference, tuple((0, n) for n in reference["shape"]), shards)
         return tensors[key]

@@ -44,6 +44,9 @@ STD = torch.tensor([0.229, 0.224, 0.225]) * 255
 MAX_ASPECT_RATIO = 32
 """If an image's longer side exceeds this many times the shorter one, evaluation scales only the middle."""
 
+MOST_REDUCTION = 64
+"""A GPU scales an image down by up to 94: its kernel keeps a window's pixels and weights in 48 kB."""
+
 SCALE, RATIO, TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10
 """For random-resized crops: share of the image's area, width over height, attempts before the centre is taken."""
 
@@ -160,7 +163,12 @@ def whole_box(width: int, height: int) -> Box:
 
 
 def resize(pixels: Tensor, height: int, width: int) -> Tensor:
-    """Scale uint8 pixels (H, W, 3) to (height, width, 3) as Pillow does: bilinear, antialiased if it shrinks."""
+    """Scale uint8 pixels (H, W, 3) to (height, width, 3) as Pillow does: bilinear, antialiased if it shrinks.
+
+    The result is on the CPU if a GPU cannot do it.
+    """
+    if pixels.is_cuda and max(pixels.shape[0] / height, pixels.shape[1] / width) > MOST_REDUCTION:
+        pixels = pixels.cpu()
     planes = pixels.unsqueeze(0).permute(0, 3, 1, 2)  # a view, channels last: that kernel is the fast one
     values = planes.float() if pixels.is_cuda else planes  # GPUs do not scale integers
     scaled = interpolate(values, (height, width), mode="bilinear", antialias=True)
