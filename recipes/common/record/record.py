@@ -49,9 +49,10 @@ def open_run(
     """Find or make the run that the options name; return its record and the checkpoint to resume from.
 
     Call it on rank 0 only, with the place of every rank. `--resume auto` continues the run's own record;
-    `--resume PATH` begins a new run from another run's checkpoint, which stays unchanged. Nothing is written to
-    an existing record before Record.begin(), which deletes the one that `--overwrite` replaces. All tensors of a
-    sharded checkpoint are read, unless there is a `check`: it checks the files, and each rank reads its own part.
+    `--resume PATH` begins a new run from another run's checkpoint, which stays unchanged; of the content for
+    `--weights`, there is only the `model`, as it was saved. Nothing is written to an existing record before
+    Record.begin(), which deletes the one that `--overwrite` replaces. All tensors of a sharded checkpoint are
+    read, unless there is a `check`: it checks the files, and each rank reads its own part.
 
     Raises UserError if the name is taken; a checkpoint is missing, bad or unreadable, does not fit, or is in the
     run that `--overwrite` deletes; or the folder cannot be written.
@@ -59,7 +60,7 @@ def open_run(
     folder: Path | None = None
     path: Path | None = None
     content: dict[str, Any] | None = None
-    if args.resume != "none":
+    if args.resume != "none" or args.weights:
         from recipes.common.record.resume import find_checkpoint
 
         with as_user_error("read", args.runs_dir):
@@ -70,11 +71,12 @@ def open_run(
             named = args.runs_dir / args.name
             replaces = "config.json" in names_in(named)
             if replaces and path and path.resolve().is_relative_to(named.resolve()):
-                fix = "choose another --name"
-                raise UserError(f"--resume: {path} is in {named}, which --overwrite deletes; {fix}")
+                flag, fix = "--weights" if args.weights else "--resume", "choose another --name"
+                raise UserError(f"{flag}: {path} is in {named}, which --overwrite deletes; {fix}")
             folder = named if replaces else None
         folder = folder or _new_run(args, recipe)
-    return Record(folder, args, recipe, places, path, is_new, replaces), content
+    weights = path if content and "position" not in content else None
+    return Record(folder, args, recipe, places, None if weights else path, weights, is_new, replaces), content
 
 
 def _new_run(args: Options, recipe: str) -> Path:
@@ -86,8 +88,8 @@ def _new_run(args: Options, recipe: str) -> Path:
         try:
             found = [path for path in folder.iterdir() if path.name != LAUNCHER_LOGS]
             claims = [path for path in found if path.name == "metrics.jsonl" and not path.stat().st_size]
-            # With --resume PATH, a job that starts again before its record has begun names that checkpoint again.
-            is_again = args.resume not in ("none", "auto") and bool(claims)
+            # A job that starts again before its record has begun names what it begins from again.
+            is_again = bool(claims and (args.weights or args.resume not in ("none", "auto")))
             if found != claims or (claims and not is_again):
                 raise FileExistsError
             # Of two jobs that start together, one gets the name.
@@ -118,11 +120,12 @@ class Record:
         recipe: str,
         places: Sequence[Place],
         checkpoint: Path | None,
+        weights: Path | None,
         is_new: bool,
         replaces: bool,
     ) -> None:
         self.folder, self.args, self.recipe = folder, args, recipe
-        self.places, self.checkpoint, self.is_new = places, checkpoint, is_new
+        self.places, self.checkpoint, self.weights, self.is_new = places, checkpoint, weights, is_new
         self.replaces = replaces
         """The folder holds an earlier run's record, which begin() deletes."""
         self.checkpoints = CheckpointFolder(folder / "checkpoints", args.keep_checkpoints, self.check_owner)
@@ -216,6 +219,7 @@ class Record:
             "command": sys.argv,
             "make": os.environ.get("MAKE_LINE"),
             "checkpoint": str(self.checkpoint) if self.checkpoint else None,
+            "weights": str(self.weights) if self.weights else None,
             "step": step,
             **own,
         }
@@ -287,14 +291,14 @@ class Record:
         """Print the line that ends a completed run."""
         headline = final["headline"]
         value = math.nan if final[headline] is None else final[headline]
+        speeds = [f" {name}={value:.0f}" for name, value in final.items() if name.endswith("_per_s")]
         self.progress.say(
-            f"result recipe={final['recipe']} world_size={final['world_size']} {headline}={value:.4f} "
-            + " ".join(f"{name}={value:.0f}" for name, value in final.items() if name.endswith("_per_s"))
-            + f" record={self.folder}"
+            f"result recipe={final['recipe']} world_size={final['world_size']} {headline}={value:.4f}"
+            f"{''.join(speeds)} record={self.folder}"
         )
 
-    def leave(self, signal_name: str, path: Path) -> None:
-        """Print how to resume a run that a signal has ended."""
+    def leave(self, signal_name: str, path: Path | None) -> None:
+        """Print how to resume a run that a signal has ended; `path` is the checkpoint that was written, if any."""
         self.close()
         from recipes.common.record.resume import resuming_command
 
@@ -302,7 +306,7 @@ class Record:
         how = f"resume with --name {name} --resume auto and the other options as before"
         if command := resuming_command(os.environ.get("MAKE_LINE", ""), name):
             how = f"resume with: {command}"
-        self.progress.say(f"stopped by {signal_name}: wrote {path}\n{how}")
+        self.progress.say(f"stopped by {signal_name}: wrote {path or 'no checkpoint'}\n{how}")
 
     def close(self) -> None:
         """Flush and close the event file and the progress bar."""
