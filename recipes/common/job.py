@@ -106,7 +106,9 @@ class Job:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all steps are done and the last epoch is evaluated."""
+        """Whether all steps are done and the last epoch is evaluated; with --evaluate, the weights are."""
+        if self.args.evaluate:
+            return bool(self.position.averages)
         done = self.position.step
         return done >= self.total_steps and self.position.epoch * self.steps_per_epoch >= done
 
@@ -262,7 +264,7 @@ class Job:
         kept = {name: value for name, value in averages.items() if name.startswith("test_")}
         is_best = self.position.record_evaluation(kept, headline if task.higher_is_better else -headline)
         seconds = round(self.throughput.timed()["seconds"], 3)
-        step, epoch = self.position.step, self.position.epoch
+        step, epoch = self.position.step, 0 if self.args.evaluate else self.position.epoch
         self._write(lambda record: record.log_epoch(epoch=epoch, step=step, **averages, train_s=seconds))
         if not math.isfinite(headline):
             why = "look at the test data, and at what the model returns"
@@ -285,9 +287,9 @@ class Job:
         self.wait_for_checkpoint()
         raise_on_all_ranks(self.stop.error, self.peers)
         if not self.is_complete:
-            if self.record and self.writer:
+            if self.record and (self.writer or self.args.evaluate):
                 name = self.stop.signal.name if self.stop.signal else "a signal to another rank"
-                self.record.leave(name, self.writer.newest or Path())
+                self.record.leave(name, self.writer.newest if self.writer else None)
             return
         # The result first: the run is complete even if the sample fails.
         result = run_on_all_ranks(self._write_result, self.peers)
@@ -305,13 +307,18 @@ class Job:
         if not self.record:
             return {}
         task, best = self.data.task, self.position.best_score
+        result: dict[str, float | str] = {
+            "world_size": self.peers.world_size,
+            "step": self.position.step,
+            "headline": f"test_{task.headline}",
+            **self.position.averages,
+        }
+        if self.args.evaluate:
+            return self.record.write_result(**result)
         skipped = {"skipped_steps": self.guard.skipped} if self.guard.skipped else {}
         stalls_s = self.writer.stalls_s if self.writer else []
         return self.record.write_result(
-            world_size=self.peers.world_size,
-            step=self.position.step,
-            headline=f"test_{task.headline}",
-            **self.position.averages,
+            **result,
             **{f"best_test_{task.headline}": best if task.higher_is_better else -best},
             samples_per_s=self.throughput.overall(),
             **self._units_per_s(self.throughput.overall()),

@@ -137,14 +137,11 @@ def begin_run(
 
         return share_checks(open_record, peers, job.args.timeout_s, job.disk_s)
 
-    job.record, content = run_on_all_ranks(open_record if job.args.resume == "none" else read_record, peers)
+    reads = job.args.resume != "none" or job.args.weights
+    job.record, content = run_on_all_ranks(read_record if reads else open_record, peers)
     with peers.watch("checkpoint"):
         own = (job.record.folder, content is not None) if job.record else (job.folder, False)
         job.folder, resumes = peers.broadcast_object(own)
-    if resumes:
-        from recipes.common.world.tree import broadcast_tree
-
-        content = broadcast_tree(content, peers, own_shards or (lambda outline: outline))
 
     def take_over() -> None:
         if job.args.sharded_checkpoints:
@@ -155,6 +152,13 @@ def begin_run(
             restore(job, own_part(content))
 
     try:
+        if resumes:
+            from recipes.common.restore import fit_weights
+            from recipes.common.world.tree import broadcast_tree
+
+            with peers.watch("checkpoint", computes=True):
+                content = run_on_all_ranks(lambda: fit_weights(job, content), peers)
+            content = broadcast_tree(content, peers, own_shards or (lambda outline: outline))
         run_on_all_ranks(take_over, peers)
     except UserError:
         if job.record:
@@ -163,7 +167,9 @@ def begin_run(
     run_on_all_ranks(job.begin_record, peers)  # after the restore: it deletes what --overwrite replaces
     peers.watch.follow(lambda: job.position.step, job.folder)
     tuning = TUNING if job.args.compile_mode == "max-autotune" else ""
-    for text in filter(None, (unread_folder(job.args), tuning, *warnings_before_training(job))):
+    taken = content["taken"] if content and "taken" in content else ""
+    warnings = () if job.args.evaluate else warnings_before_training(job)
+    for text in filter(None, (taken, unread_folder(job.args), tuning, *warnings)):
         job.say(text)
 
 
@@ -195,23 +201,18 @@ def gather_places(job: Job) -> list[Place]:
 def train_epochs(job: Job, technique: Technique) -> None:
     """Train and evaluate until the last epoch or a stop signal; write a checkpoint after each epoch or the signal.
 
-    Raises on all ranks the UserError that one of them reported.
+    With --evaluate, only evaluate, once. Raises on all ranks the UserError that one of them reported.
     """
     try:
+        if job.args.evaluate:
+            if (result := evaluate(job, technique)) is not None:
+                job.end_epoch(result)
+            return
         while not job.is_complete:
             result = None
             if train_one_epoch(job, technique) != STOP:
                 raise_on_all_ranks(job.stop.error, job.peers)
-                try:
-                    result = evaluate(job, technique)
-                except Exception as error:  # a checkpoint keeps the trained steps; a resume evaluates them again
-                    if isinstance(error, UserError) and not error.on_one_rank:
-                        save_checkpoint(job, technique)
-                    elif not technique.gather_state:  # that needs all ranks, and the others may not have failed
-                        job.save()
-                        if job.writer:
-                            job.writer.wait()  # this rank ends alone, and its launcher may not wait
-                    raise
+                result = evaluate_or_save(job, technique)
             is_best = result is not None and job.end_epoch(result)
             save_checkpoint(job, technique, is_best)
             raise_on_all_ranks(job.stop.error, job.peers)
@@ -228,6 +229,20 @@ def train_epochs(job: Job, technique: Technique) -> None:
         refused = refusal(f"rank {job.peers.rank} left the job", error)
         refused.on_one_rank = True
         raise refused from error
+
+
+def evaluate_or_save(job: Job, technique: Technique) -> dict[str, float] | None:
+    """Evaluate as evaluate() does; if that fails, write a checkpoint of the trained steps first, for a resume."""
+    try:
+        return evaluate(job, technique)
+    except Exception as error:
+        if isinstance(error, UserError) and not error.on_one_rank:
+            save_checkpoint(job, technique)
+        elif not technique.gather_state:  # that needs all ranks, and the others may not have failed
+            job.save()
+            if job.writer:
+                job.writer.wait()  # this rank ends alone, and its launcher may not wait
+        raise
 
 
 def train_one_epoch(job: Job, technique: Technique) -> int:

@@ -288,6 +288,21 @@ class DataOptions(RunOptions):
         "the loss and metrics: classification, language-model, or package.module:Class for your "
         "own; auto: what the data are for",
     )
+    weights: Path | None = option(
+        None,
+        Path,
+        "start a new run from these weights: a file with a state dict, a checkpoint, or a run's folder (its best "
+        "checkpoint); what does not fit keeps its initial values",
+        "PATH",
+    )
+    evaluate: bool = switch("evaluate --weights on the test set, and end without training")
+
+    def check_start(self) -> None:
+        """Raise UserError unless the options name one thing, or nothing, that the run starts from."""
+        if self.weights and self.resume not in ("none", "auto"):
+            raise UserError(f"--weights with --resume {self.resume}: a run starts from one of the two; drop one")
+        if self.evaluate and not self.weights:
+            raise UserError("--evaluate: it takes the weights of a file or a run; add --weights PATH")
 
 
 @dataclass(frozen=True)
@@ -355,6 +370,7 @@ class Options(TrainingOptions):
 
     def check(self) -> None:
         """Raise UserError if options do not combine."""
+        self.check_start()
         is_remote = self.data == "shards" and url_of(self.data_dir)
         if url_of(self.data_dir) and not is_remote:
             fix = "pack images by `make shards`, and give --data shards; or copy the data to a disk"

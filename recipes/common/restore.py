@@ -1,4 +1,4 @@
-"""Resume from a checkpoint: which parts of its content a job takes over."""
+"""Begin from a checkpoint or from weights: which parts of their content a job takes over."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from recipes.common.checkpoint.checkpoint import Position
 from recipes.common.errors import UserError
 from recipes.common.job import Job
+from recipes.common.models.models import build_model
 from recipes.common.optim import parameter_indices
 
 
 def restore(job: Job, content: dict[str, Any]) -> None:
-    """Restore a job from a checkpoint's content; raises UserError if its model or optimizer does not fit."""
+    """Restore a job from a checkpoint's content; raises UserError if its model or optimizer does not fit.
+
+    What fit_weights() returns is the model alone: the job begins at step 0, with a new optimizer.
+    """
+    if "taken" in content:
+        job.model.load_state_dict(content["model"])
+        return
     try:
         job.model.load_state_dict(content["model"])
         load_optimizer_state(job.optimizer, content["optimizer"])
@@ -30,6 +38,48 @@ def restore(job: Job, content: dict[str, Any]) -> None:
         job.say(text)
     job.throughput.add_earlier(**content.get("timed", {}))
     job.guard.skipped = content.get("skipped_steps", 0)
+
+
+WRAPPERS = ("module.", "_orig_mod.", "module.")
+"""Prefixes that DDP and torch.compile give to all names, in either order."""
+
+
+def fit_weights(job: Job, content: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return weights alone as a checkpoint's `model` that fits --model; return any other content unchanged.
+
+    A model on the CPU loads them, so that it translates the names of its older versions itself, and what does not
+    fit keeps the initial values of --seed. Raises UserError if no parameter fits.
+    """
+    if content is None or "position" in content:
+        return content
+    state, path = content["model"], job.record.weights if job.record else None
+    model = build_model(job.args, job.data, job.device)
+    own = model.state_dict(keep_vars=True)
+    for prefix in WRAPPERS:
+        if not own.keys() & state.keys():
+            consume_prefix_in_state_dict_if_present(state, prefix)
+    shapes, saved = ({name: tuple(getattr(v, "shape", ())) for name, v in d.items()} for d in (own, state))
+    reshaped = [name for name in own if name in state and shapes[name] != saved[name]]
+    for name in reshaped:
+        del state[name]
+    try:
+        missing, unknown = model.load_state_dict(state, strict=False)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise UserError(f"--weights {path}: {' '.join(str(error).split())[:200]}") from None
+    if {name for name, _ in model.named_parameters(remove_duplicate=False)} <= set(missing):
+        (there, has), (here, needs) = (next(iter(d.items())) for d in (saved, shapes))
+        what = f"it begins with {there} {has}, --model {job.args.model} with {here} {needs}"
+        raise UserError(f"--weights {path}: no parameter has the name and shape of one there: {what}")
+    # A tied parameter has several names, and one is enough.
+    taken = {id(value) for name, value in own.items() if name not in missing}
+    missing = [name for name in missing if name in own and id(own[name]) not in taken]
+    text = f"took {len(own) - len(missing)} of {len(own)} tensors from {path}"
+    lacked = [name for name in missing if name not in reshaped]
+    for what, names in (("of another shape", reshaped), ("missing there", lacked), ("unknown here", unknown)):
+        if names:
+            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+            text += f"; {what}: {', '.join(names[:4])}{more}"
+    return {"model": model.state_dict(), "optimizer": {"state": {}}, "taken": text}
 
 
 def check_shapes(job: Job, state: dict[str, Any]) -> None:

@@ -147,6 +147,8 @@ def check_options(recipes: Sequence[str], options: Sequence[str], processes: int
             raise UserError(f"{recipe}: {error}") from None
         if not keeps_record:
             raise UserError(f"{recipe} trains nothing; leave it out of RECIPES")
+        if args.evaluate:
+            raise UserError("--evaluate trains nothing to compare; leave it out of ARGS")
 
 
 @command

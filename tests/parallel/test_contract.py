@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import shutil
 import signal
 from dataclasses import dataclass, field
@@ -313,6 +314,44 @@ def test_text_resumes_in_a_pipeline_at_the_exact_sample(train, text):
     found = {line["step"]: line["loss"] for line in metrics(path) if "loss" in line}
     assert found == pytest.approx(dict(enumerate(losses(whole)[3:], 4)), rel=1e-5)
     assert_same_checkpoint(path, whole)
+
+
+# ---- given weights
+
+
+@each_size
+def test_given_weights_train_as_in_single(train, single, recipe, world_size):
+    """Only the weights are taken: the run has step 1 again, another batch, and momentum from zero."""
+    size, given = str(recipe.batch_size(world_size)), ("--weights", str(single(BY_NAME["single"], 1)))
+    argv = (*DIGITS, *given, "--max-steps", "6")
+    path = train(recipe.name, world_size, *recipe.argv(world_size), *argv)
+    assert_same_run(path, train("single", 1, "--global-batch-size", size, *argv))
+    assert losses(path)[0] < 0.8 * losses(single(recipe, world_size))[0]
+
+
+@each_size
+def test_given_weights_are_evaluated_on_every_sample(train, recipe, world_size):
+    model = ("--model", "norm", *DIGITS)
+    given = train("single", 1, *model, "--max-steps", "6")
+    argv = (*recipe.argv(world_size), *recipe.whole, *model, "--weights", str(given), "--evaluate")
+    path = train(recipe.name, world_size, *argv)
+    (ours,), (theirs,) = evaluations(path), evaluations(given)
+    assert (ours["epoch"], ours["step"], ours["test_accuracy"]) == (0, 0, theirs["test_accuracy"])
+    assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-6)
+    assert len(metrics(path)) == 1
+    assert not (path / "checkpoints").exists()
+    result = json.loads((path / "result.json").read_text())
+    assert (result["world_size"], result["test_accuracy"]) == (world_size, theirs["test_accuracy"])
+
+
+@each
+def test_given_weights_of_a_gpt(train, text, recipe):
+    """They have a tied matrix and, for tensor, packed ones."""
+    world_size, size = recipe.world_sizes[0], str(recipe.batch_size(recipe.world_sizes[0]))
+    given = train("single", 1, "--global-batch-size", size, *TEXT, *text, "--clip-grad-norm", "1")
+    argv = (*TEXT, *text, "--weights", str(given))
+    path = train(recipe.name, world_size, *recipe.argv(world_size), *argv)
+    assert_same_run(path, train("single", 1, "--global-batch-size", size, *argv))
 
 
 @each

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from recipes.common.process import entry
 from scripts.launch.local import free_port
@@ -50,6 +51,7 @@ REFUSED = {
     "missing folder": (("--data", "imagefolder", "--data-dir", "/no/such"), "cannot read /no/such/train"),
     "missing data": (("--data", "cifar10", "--data-dir", "/no/such"), "add --download to fetch it"),
     "resume": (("--resume", "/no/such"), "--resume /no/such: no such file"),
+    "weights": (("--weights", "/no/such"), "cannot read /no/such: No such file"),
     "cuda": (("--device", "cuda"), "--device cuda: "),
     "runs": (("--runs-dir", "/proc/runs"), "cannot write /proc/runs"),
 }
@@ -60,6 +62,14 @@ REFUSED = {
 def test_ranks_refuse_in_one_line(tmp_path, recipe, world_size, case):
     argv, words = REFUSED[case]
     assert_refused(start_run(recipe, tmp_path, world_size, *argv).wait(), words)
+    assert not (tmp_path / "run").exists(), "a refusal leaves no run behind"
+
+
+@pytest.mark.parametrize(("recipe", "world_size"), [("single", 1), ("fsdp", 3)])
+def test_weights_of_another_model_are_refused_in_one_line(tmp_path, recipe, world_size):
+    torch.save({"conv1.weight": torch.zeros(64, 3, 7, 7)}, tmp_path / "w.pt")
+    outcome = start_run(recipe, tmp_path, world_size, "--weights", str(tmp_path / "w.pt")).wait()
+    assert_refused(outcome, "it begins with conv1.weight (64, 3, 7, 7), --model lenet with features.0.weight")
     assert not (tmp_path / "run").exists(), "a refusal leaves no run behind"
 
 

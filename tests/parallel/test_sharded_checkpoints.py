@@ -84,6 +84,15 @@ def test_a_complete_run_that_is_resumed_ends_as_it_was(tmp_path):
     assert (before["checkpoints"], result["checkpoints"], result["checkpoint_stall_s"]) == (1, 0, 0)
 
 
+@pytest.mark.parametrize(("recipe", "world_size", "options"), [("fsdp", 3, SHARDED), ("ddp", 2, ())])
+def test_its_weights_are_those_of_another_run(undisturbed, tmp_path, recipe, world_size, options):
+    run = train(recipe, tmp_path, world_size, *options, "--weights", str(undisturbed), "--evaluate")
+    (ours,), theirs = metrics(run), metrics(undisturbed)[-1]
+    assert (ours["epoch"], ours["test_accuracy"]) == (0, theirs["test_accuracy"])
+    assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-6)
+    assert not (run / "checkpoints").exists()
+
+
 # ---- what a rank reads
 
 

@@ -113,7 +113,7 @@ def job(monkeypatch):
 
     monkeypatch.setattr(loop, "open_run", open_run)
     transport.log_nccl()
-    args = SimpleNamespace(resume="none")
+    args = SimpleNamespace(resume="none", weights=None)
     return SimpleNamespace(args=args, recipe="ddp", device=torch.device("cpu"), peers=TwoHosts("cpu"))
 
 

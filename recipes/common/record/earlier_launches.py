@@ -12,7 +12,7 @@ from typing import Any
 from recipes.common.checkpoint.checkpoint import names_in
 from recipes.common.errors import UserError
 
-NOT_COMPARED = ("config", "name", "overwrite", "resume", "runs_dir")
+NOT_COMPARED = ("config", "name", "overwrite", "resume", "runs_dir", "weights")
 """Options that may change between the launches of a run: changed_options() does not report them."""
 
 
@@ -22,7 +22,8 @@ def read_config(path: Path) -> dict[str, Any]:
     with contextlib.suppress(LookupError, TypeError, ValueError):
         config: dict[str, Any] = json.loads(text)
         last = {**config, **config["launches"][-1]}
-        has_texts = isinstance(last["recipe"], str) and isinstance(last["checkpoint"], str | None)
+        begun_from = last["checkpoint"], last.get("weights")  # older versions have no weights
+        has_texts = isinstance(last["recipe"], str) and all(isinstance(path, str | None) for path in begun_from)
         has_zone = datetime.fromisoformat(last["time"]).tzinfo is not None
         if has_texts and has_zone and isinstance(last["options"], dict):
             return config
@@ -30,10 +31,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_record(folder: Path, step: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the content of config.json ({} if there is none), and the lines of metrics.jsonl up to a step."""
+    """Return config.json's content ({} if there is none), and the lines of metrics.jsonl of steps 1 to `step`."""
     path = folder / "config.json"
     config = read_config(path) if path.name in names_in(folder) else {}
-    return config, [line for line in _json_lines(folder / "metrics.jsonl") if line["step"] <= step]
+    return config, [line for line in _json_lines(folder / "metrics.jsonl") if 0 < line["step"] <= step]
 
 
 def read_result(folder: Path, step: int) -> dict[str, Any] | None:

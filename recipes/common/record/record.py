@@ -50,8 +50,8 @@ def open_run(
     """Find or make the run that the options name; return its record and the checkpoint to resume from.
 
     Call it on rank 0 only, with the place of every rank. `--resume auto` continues the run's own record;
-    `--resume PATH` begins a new run from another run's checkpoint, which stays unchanged. An existing record is
-    not changed before Record.begin(). All tensors of a sharded checkpoint are read, unless there is a `check`: it
+    `--resume PATH` begins a new run from another run's checkpoint, which stays unchanged; of the content for
+    `--weights`, there is only the `model`, as it was saved. An existing record is not changed before Record.begin(). All tensors of a sharded checkpoint are read, unless there is a `check`: it
     checks the files, and each rank reads its own part.
 
     Raises UserError if the name is taken; a checkpoint is missing, bad or unreadable, does not fit, or is in the
@@ -60,7 +60,7 @@ def open_run(
     folder: Path | None = None
     path: Path | None = None
     content: dict[str, Any] | None = None
-    if args.resume != "none":
+    if args.resume != "none" or args.weights:
         from recipes.common.record.resume import find_checkpoint
 
         with as_user_error("read", args.runs_dir):
@@ -71,11 +71,12 @@ def open_run(
             named = args.runs_dir / args.name
             replaces = "config.json" in names_in(named)
             if replaces and path and path.resolve().is_relative_to(named.resolve()):
-                what = f"{path} is in {named}, which --overwrite deletes"
-                raise UserError(f"--resume: {what}; choose another --name")
+                flag, what = "--weights" if args.weights else "--resume", f"{path} is in {named}"
+                raise UserError(f"{flag}: {what}, which --overwrite deletes; choose another --name")
             folder = named if replaces else None
         folder = folder or _new_run(args, recipe)
-    return Record(folder, args, recipe, places, path, is_new, replaces), content
+    weights = path if content and "position" not in content else None
+    return Record(folder, args, recipe, places, None if weights else path, weights, is_new, replaces), content
 
 
 def _new_run(args: Options, recipe: str) -> Path:
@@ -87,8 +88,8 @@ def _new_run(args: Options, recipe: str) -> Path:
         try:
             found = [path for path in folder.iterdir() if path.name != LAUNCHER_LOGS]
             claims = [path for path in found if path.name == "metrics.jsonl" and not path.stat().st_size]
-            # With --resume PATH, a job that starts again before its record has begun names that checkpoint again.
-            is_again = args.resume not in ("none", "auto") and bool(claims)
+            # A job that starts again before its record has begun names what it begins from again.
+            is_again = bool(claims and (args.weights or args.resume not in ("none", "auto")))
             if found != claims or (claims and not is_again):
                 raise FileExistsError
             # Of two jobs that start together, one gets the name.
@@ -119,6 +120,8 @@ class Record:
     places: Sequence[Place]
     checkpoint: Path | None
     """The checkpoint that this launch resumes from."""
+    weights: Path | None
+    """The file of the weights that this launch begins from."""
     is_new: bool
     """Whether this launch begins the run."""
     replaces: bool
@@ -217,6 +220,7 @@ class Record:
             "command": sys.argv,
             "make": os.environ.get("MAKE_LINE"),
             "checkpoint": str(self.checkpoint) if self.checkpoint else None,
+            "weights": str(self.weights) if self.weights else None,
             "step": step,
             **own,
         }
@@ -289,11 +293,11 @@ class Record:
         headline = final["headline"]
         value = math.nan if final[headline] is None else final[headline]
         result = f"recipe={final['recipe']} world_size={final['world_size']} {headline}={value:.4f}"
-        speeds = " ".join(f"{name}={speed:.0f}" for name, speed in final.items() if name.endswith("_per_s"))
-        self.progress.say(f"result {result} {speeds} record={self.folder}")
+        speeds = [f" {name}={speed:.0f}" for name, speed in final.items() if name.endswith("_per_s")]
+        self.progress.say(f"result {result}{''.join(speeds)} record={self.folder}")
 
-    def leave(self, signal_name: str, path: Path) -> None:
-        """Print how to resume a run that a signal has ended."""
+    def leave(self, signal_name: str, path: Path | None) -> None:
+        """Print how to resume a run that a signal has ended; `path` is the checkpoint that was written, if any."""
         self.close()
         from recipes.common.record.resume import resuming_command
 
@@ -301,7 +305,7 @@ class Record:
         how = f"resume with --name {name} --resume auto and the other options as before"
         if command := resuming_command(os.environ.get("MAKE_LINE", ""), name):
             how = f"resume with: {command}"
-        self.progress.say(f"stopped by {signal_name}: wrote {path}\n{how}")
+        self.progress.say(f"stopped by {signal_name}: wrote {path or 'no checkpoint'}\n{how}")
 
     def close(self) -> None:
         """Flush and close the event file and the progress bar."""

@@ -1,4 +1,4 @@
-"""What --resume continues: a run and its newest good checkpoint, or a checkpoint at a path."""
+"""What a run starts from: a run and its newest good checkpoint, a checkpoint at a path, or weights alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from recipes.common.checkpoint.checkpoint import CheckpointFolder, names_in, refresh_names
+import torch
+
+from recipes.common.checkpoint.checkpoint import FORMAT, CheckpointFolder, names_in, reason_of, refresh_names
 from recipes.common.checkpoint.reading import (
     BadCheckpointError,
     ShardCheck,
@@ -30,6 +32,8 @@ def find_checkpoint(
 ) -> tuple[Path | None, Path | None, Content | None]:
     """Return the run to continue, the checkpoint to resume from and its content; None for each if there is none.
 
+    A run that takes --weights, and has no checkpoint yet, gets their file and the content of read_weights().
+
     Raises:
         UserError: as open_run().
         OSError: something cannot be read.
@@ -38,19 +42,24 @@ def find_checkpoint(
     found: tuple[Path, Content] | None = None
     if args.resume == "auto":
         folder, found = _find_run(args, recipe, check)
-    else:
+    elif args.resume != "none":
         found = read_path(Path(args.resume), check=check)
+    if not found and args.weights:
+        found = read_weights(args.weights, check)
     if not found:
         return folder, None, None
     path, content = found
-    check_options(args, content, path)
+    if "position" in content:
+        if args.evaluate:
+            raise UserError(f"--evaluate: {folder} is a run that trains; choose another --name")
+        check_options(args, content, path)
     return folder, path, content if check else read_whole(content)
 
 
 def _find_run(
     args: Options, recipe: str, check: ShardCheck | None
 ) -> tuple[Path | None, tuple[Path, Content] | None]:
-    """Return the run of --resume auto, and its newest good checkpoint."""
+    """Return the run of --resume auto, and its newest good checkpoint, or else what it began from."""
     refresh_names(args.runs_dir)
     folder = args.runs_dir / args.name if args.name else _newest_run(args.runs_dir, recipe)
     if not folder:
@@ -62,18 +71,21 @@ def _find_run(
     refresh_names(folder / "checkpoints")
     found = read_newest(CheckpointFolder(folder / "checkpoints"), True, check)
     remedy = "choose another --name, or begin again from step 0 with --overwrite and --resume none"
-    if not found and "result.json" in names:
+    if not found and "result.json" in names and not args.evaluate:
         raise UserError(f"the run {folder} is complete, and its checkpoints are gone; {remedy}")
     if not found and "config.json" in names:
-        # A run that began from another run's checkpoint and has none of its own yet begins from that one again.
-        begun_from = read_config(folder / "config.json")["launches"][-1]["checkpoint"]
+        # A run that began from another run's checkpoint or from weights, and has no checkpoint of its own yet,
+        # begins from them again, or from the weights given now.
+        last = read_config(folder / "config.json")["launches"][-1]
+        begun_from = last["checkpoint"] or (None if args.weights else last.get("weights"))
         if begun_from:
             try:
                 Path(begun_from).stat()  # not exists(), which takes any error for "no" from Python 3.14 on
             except FileNotFoundError:
                 what = f"the run {folder} has no checkpoint, and {begun_from}, where it began, is gone"
                 raise UserError(f"{what}; {remedy}") from None
-            found = read_path(Path(begun_from), check=check)
+            read = read_path if last["checkpoint"] else read_weights
+            found = read(Path(begun_from), check=check)
     return folder, found
 
 
@@ -117,6 +129,41 @@ def read_path(
         return path, read_checkpoint(path, check)
     except BadCheckpointError as error:
         raise UserError(f"{flag} {path}: {error}; give another checkpoint or the run's folder") from None
+
+
+def read_weights(path: Path, check: ShardCheck | None = None) -> tuple[Path, Content]:
+    """Return the file of the weights at a path, and as `model` of the content its state dict, on the CPU.
+
+    The path is of a state dict, alone or in a dict as `model` or `state_dict`; of a checkpoint; or of a run, of
+    which the best checkpoint is read, else the newest good one. `check`: as for read_checkpoint().
+
+    Raises:
+        UserError: the file holds no weights, or not weights alone; or as read_path().
+        OSError: the file cannot be read.
+    """
+    fix = "give a file of torch.save(model.state_dict()), a checkpoint, or a run's folder"
+    content: Any = {"format": FORMAT}
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except IsADirectoryError:
+        folder = path / "checkpoints" if "checkpoints" in names_in(path) else path
+        path = folder / "best.pt" if "best.pt" in names_in(folder) else path
+    except OSError:
+        raise
+    except (MemoryError, RuntimeError) as error:  # torch's own allocator and reader
+        raise UserError(f"cannot read --weights {path}: {reason_of(error)}; {fix}") from None
+    except Exception:  # pickle and torch raise a dozen kinds
+        raise UserError(f"--weights {path}: it holds more than tensors and plain values; {fix}") from None
+    if isinstance(content, dict) and content.get("format") == FORMAT:
+        path, content = read_path(path, "--weights", "", check)  # it checks every byte
+        return path, {"model": read_whole({name: content.get(name) for name in ("model", "shards")})["model"]}
+    for name in ("model", "state_dict"):
+        if isinstance(content, dict) and isinstance(content.get(name), dict):
+            content = content[name]
+    is_state = isinstance(content, dict) and all(isinstance(name, str) for name in content)
+    if not is_state or not any(map(torch.is_tensor, content.values())):
+        raise UserError(f"--weights {path}: it holds no state dict; {fix}")
+    return path, {"model": content}
 
 
 def resuming_command(line: str, name: str) -> str:

@@ -1,0 +1,295 @@
+"""--weights and --evaluate: what is read, what fits, and what a restart takes, in the one-process recipe."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+
+import pytest
+import torch
+from torch import nn
+from torchvision.models import resnet18
+from torchvision.models.vision_transformer import MLPBlock
+
+from recipes.common.errors import UserError
+from recipes.single.train import main
+from scripts.dev import export
+from tests.support import contents, is_equal, metrics, newest_checkpoint, train, weights
+from tests.unit import test_resume
+
+HERE = "tests.unit.test_weights"
+STILL = ("--lr", "1e-12", "--weight-decay", "0", "--max-steps", "1")
+"""A step that changes no weight by more than rounding."""
+
+
+@pytest.fixture
+def single(tmp_path, capsys):
+    """Return a function that runs single in tmp_path / NAME and returns the lines that were printed."""
+
+    def run(name, *argv):
+        capsys.readouterr()
+        main(["--runs-dir", str(tmp_path), "--name", name, "--log-every", "1", "--no-tensorboard", *argv])
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return a run of two epochs."""
+    return train("single", tmp_path_factory.mktemp("trained"), 1, "--epochs", "2", "--max-steps", "24")
+
+
+@pytest.fixture
+def given(trained, tmp_path):
+    """Return a copy of that run, of which another checkpoint than the newest is the best."""
+    run = shutil.copytree(trained, tmp_path / "given")
+    first = min((run / "checkpoints").glob("step-*.pt"))
+    (run / "checkpoints" / "best.pt").unlink()
+    shutil.copy(first, run / "checkpoints" / "best.pt")
+    return run
+
+
+def epochs(run):
+    return [line for line in metrics(run) if line["kind"] == "epoch"]
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def saved(tmp_path, content):
+    torch.save(content, tmp_path / "w.pt")
+    return str(tmp_path / "w.pt")
+
+
+def prefixed(state, prefix):
+    return {f"{prefix}{name}": value for name, value in state.items()}
+
+
+# ---- what is read
+
+
+@pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/best.pt", "checkpoints/step-000000024.pt"])
+def test_a_run_is_evaluated_by_its_best_checkpoint(given, single, tmp_path, place):
+    expected = epochs(given)[-1 if "step" in place else 0]
+    lines = single("a", "--weights", str(given / place), "--evaluate")
+    name = "step-000000024.pt" if "step" in place else "best.pt"
+    assert f"took 10 of 10 tensors from {given}/checkpoints/{name}" in lines
+    (line,) = metrics(tmp_path / "a")
+    assert (line["kind"], line["epoch"], line["step"]) == ("epoch", 0, 0)
+    assert line["test_accuracy"] == expected["test_accuracy"]
+    assert line["test_loss"] == pytest.approx(expected["test_loss"], rel=1e-6)
+    assert lines[-2].startswith("epoch 0  step 0  test_loss ")
+    accuracy = f"test_accuracy={line['test_accuracy']:.4f}"
+    assert lines[-1] == f"result recipe=single world_size=1 {accuracy} record={tmp_path}/a"
+    assert names(tmp_path / "a") == ["config.json", "metrics.jsonl", "result.json"]
+
+
+def test_without_a_best_checkpoint_the_newest_is_read(given, single):
+    (given / "checkpoints" / "best.pt").unlink()
+    lines = single("a", "--weights", str(given), "--evaluate")
+    assert f"took 10 of 10 tensors from {given}/checkpoints/step-000000024.pt" in lines
+
+
+FORMS = {
+    "plain": lambda state: state,
+    "model": lambda state: {"model": state, "epoch": 3},
+    "state_dict": lambda state: {"state_dict": prefixed(state, "module."), "best": 0.5},
+    "DDP": lambda state: prefixed(state, "module."),
+    "compiled": lambda state: prefixed(state, "_orig_mod."),
+    "DDP, compiled": lambda state: prefixed(state, "_orig_mod.module."),
+    "half": lambda state: {name: value.half() for name, value in state.items()},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_file_of_another_program(given, single, tmp_path, form):
+    state = weights(given)
+    single("a", "--weights", saved(tmp_path, FORMS[form](state)), *STILL)
+    found = weights(tmp_path / "a")
+    assert list(found) == list(state)
+    for name, value in found.items():
+        torch.testing.assert_close(value, state[name], rtol=1e-3 if form == "half" else 0, atol=1e-6)
+
+
+def test_an_exported_model(given, single, tmp_path):
+    assert export.main([str(given), str(tmp_path / "model.pt")]) == 0
+    single("a", "--weights", str(tmp_path / "model.pt"), "--evaluate")
+    assert epochs(tmp_path / "a")[0]["test_accuracy"] == epochs(given)[-1]["test_accuracy"]
+
+
+# ---- what fits
+
+
+def four_classes():
+    images = torch.rand(16, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(16) % 4
+    return {"train": (images, labels), "test": (images, labels), "target": "class", "num_classes": 4}
+
+
+FEW = ("--data", f"{HERE}:four_classes", "--global-batch-size", "8")
+
+
+def test_another_head_keeps_its_initial_values(given, single, tmp_path):
+    lines = single("a", *FEW, "--weights", str(given / "checkpoints" / "step-000000024.pt"), *STILL)
+    text = f"took 8 of 10 tensors from {given}/checkpoints/step-000000024.pt; of another shape: "
+    assert f"{text}classifier.4.weight, classifier.4.bias" in lines
+    single("fresh", *FEW, *STILL)
+    ours, taken, fresh = weights(tmp_path / "a"), weights(given), weights(tmp_path / "fresh")
+    for name, value in ours.items():
+        expected = fresh if name.startswith("classifier.4.") else taken
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
+
+
+def test_the_state_dict_of_a_torchvision_model(single, tmp_path):
+    torch.manual_seed(7)
+    state = resnet18(num_classes=12).state_dict()
+    path = saved(tmp_path, state)
+    data = ("--data", "synthetic", "--image-size", "65", "--num-samples", "8", "--global-batch-size", "4")
+    lines = single("a", *data, "--model", "resnet18", "--weights", path, *STILL)
+    assert f"took 120 of 122 tensors from {path}; of another shape: fc.weight, fc.bias" in lines
+    found = weights(tmp_path / "a")
+    for name in ("conv1.weight", "bn1.weight", "layer4.1.conv2.weight"):
+        torch.testing.assert_close(found[name], state[name], rtol=0, atol=1e-6)
+
+
+def block(data):
+    return nn.Sequential(nn.Flatten(), MLPBlock(64, 16, 0.0), nn.Linear(64, data.num_classes))
+
+
+def test_a_model_translates_the_names_of_its_older_versions(single, tmp_path):
+    """As torchvision's vision transformers do with the weights that it publishes."""
+    state = nn.Sequential(nn.Flatten(), MLPBlock(64, 16, 0.0)).state_dict()
+    older = {"1.0.": "1.linear_1.", "1.3.": "1.linear_2."}
+    path = saved(tmp_path, {older[name[:4]] + name[4:]: value for name, value in state.items()})
+    lines = single("a", *FEW, "--model", f"{HERE}:block", "--weights", path, *STILL)
+    assert f"took 4 of 6 tensors from {path}; missing there: 2.weight, 2.bias" in lines
+    torch.testing.assert_close(weights(tmp_path / "a")["1.3.weight"], state["1.3.weight"], rtol=0, atol=1e-6)
+
+
+def tied(data):
+    first, second = nn.Linear(64, 64), nn.Linear(64, 64)
+    second.weight = first.weight
+    return nn.Sequential(nn.Flatten(), first, second, nn.Linear(64, data.num_classes))
+
+
+def test_names_that_are_missing_or_unknown(single, tmp_path):
+    """One name of a tied parameter is enough."""
+    whole = tied(argparse.Namespace(num_classes=4)).state_dict()
+    state = {name: value for name, value in whole.items() if name not in ("1.weight", "3.bias")}
+    path = saved(tmp_path, {**state, **{f"ema.{i}": torch.zeros(1) for i in range(6)}})
+    lines = single("a", *FEW, "--model", f"{HERE}:tied", "--weights", path, *STILL)
+    unknown = "unknown here: ema.0, ema.1, ema.2, ema.3 and 2 more"
+    assert f"took 5 of 6 tensors from {path}; missing there: 3.bias; {unknown}" in lines
+    found = weights(tmp_path / "a")
+    for name in ("1.weight", "2.weight"):
+        torch.testing.assert_close(found[name], whole["2.weight"], rtol=0, atol=1e-6)
+
+
+# ---- what is refused
+
+
+REFUSED = {
+    "text": (b"weights", "w.pt: it holds more than tensors and plain values; give a file of torch.save("),
+    "empty": (b"", "w.pt: it holds more than tensors and plain values"),
+    "tensor": (torch.zeros(2), "w.pt: it holds no state dict; give a file"),
+    "no tensor": ({"epoch": 3}, "it holds no state dict"),
+    "numbers": ({0: torch.zeros(2)}, "it holds no state dict"),
+    "object": ({"model": {"a": torch.zeros(2)}, "args": argparse.Namespace(lr=1)}, "it holds more than tensors"),
+    "other model": (
+        {"a": torch.zeros(2, 3)},
+        "w.pt: no parameter has the name and shape of one there: it begins with a (2, 3), --model lenet with",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_holds_no_weights_of_the_model_is_refused_in_one_line(single, tmp_path, case):
+    content, words = REFUSED[case]
+    path = saved(tmp_path, content)
+    if isinstance(content, bytes):
+        (tmp_path / "w.pt").write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        single("a", "--weights", path)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_damaged_or_cut_file_is_refused(given, single, tmp_path):
+    path = given / "checkpoints" / "best.pt"
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    path.write_bytes(whole)
+    with pytest.raises(UserError, match=r"--weights .*best.pt: truncated, damaged"):
+        single("a", "--weights", str(given))
+    path.write_bytes(whole[:1000])
+    with pytest.raises(UserError, match=r"cannot read --weights .*best.pt: "):
+        single("a", "--weights", str(path))
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_run_is_not_overwritten_from_its_own_weights(given, single):
+    before = contents(given)
+    with pytest.raises(UserError, match=r"--weights: .*best\.pt is in .*given, which --overwrite deletes; choose"):
+        single("given", "--overwrite", "--weights", str(given))
+    assert contents(given) == before
+
+
+# ---- restarts
+
+
+def test_a_restarted_run_takes_its_own_checkpoint(given, single, tmp_path):
+    begin = ("--weights", str(given), "--epochs", "1", "--lr-schedule", "constant")
+    argv = (*begin, "--resume", "auto")
+    lines = single("a", *argv, "--max-steps", "5")
+    assert any(line.startswith("nothing to resume") for line in lines)
+    lines = single("a", *argv)
+    assert f"resumed from {tmp_path}/a/checkpoints/step-000000005.pt at step 5" in lines
+    assert not any("tensors from" in line for line in lines)
+    single("whole", *begin)
+    assert is_equal(weights(tmp_path / "a"), weights(tmp_path / "whole"))
+
+
+def test_without_a_checkpoint_of_its_own_it_takes_the_weights_again(given, single, tmp_path):
+    """Given again or not: the run's record has them."""
+    argv = ("--epochs", "1", "--resume", "auto")
+    single("a", "--weights", str(given), *argv)
+    run, whole = tmp_path / "a", newest_checkpoint(tmp_path / "a")
+    for more in (("--weights", str(given)), (), ()):
+        shutil.rmtree(run / "checkpoints")
+        (run / "result.json").unlink()
+        lines = single("a", *argv, *more)
+        assert f"took 10 of 10 tensors from {given}/checkpoints/best.pt" in lines
+        assert is_equal(newest_checkpoint(run)["model"], whole["model"])
+    launches = json.loads((run / "config.json").read_text())["launches"]
+    assert [launch["weights"] for launch in launches] == [f"{given}/checkpoints/best.pt"] * 4
+    shutil.rmtree(run / "checkpoints")
+    (run / "result.json").unlink()
+    shutil.rmtree(given)
+    with pytest.raises(UserError, match=r"a has no checkpoint, and .*best\.pt, where it began, is gone; "):
+        single("a", *argv)
+
+
+def test_an_evaluation_that_starts_again(given, single, tmp_path):
+    argv = ("--weights", str(given), "--evaluate", "--resume", "auto")
+    for _ in range(2):
+        lines = single("a", *argv)
+        assert lines[-1].startswith("result recipe=single world_size=1 test_accuracy=")
+        assert [line["epoch"] for line in metrics(tmp_path / "a")] == [0]
+    before = contents(given)
+    with pytest.raises(UserError, match=r"--evaluate: .*given is a run that trains; choose another --name"):
+        single("given", *argv)
+    assert contents(given) == before
+
+
+def test_a_signal_ends_an_evaluation_without_a_result(given, single, tmp_path, monkeypatch):
+    argv = ("a", "--weights", str(given), "--evaluate", "--resume", "auto")
+    monkeypatch.setattr(test_resume.StopsInEvaluation, "batches", 0)
+    own = ("--task", "tests.unit.test_resume:StopsInEvaluation")
+    lines = single(*argv, *own)
+    assert lines[-2] == "stopped by SIGUSR1: wrote no checkpoint"
+    assert names(tmp_path / "a") == ["config.json", "metrics.jsonl"]
+    assert single(*argv, *own)[-1].startswith("result ")
