@@ -197,13 +197,15 @@ def train_epochs(job: Job, technique: Technique) -> None:
 
     Raises on all ranks the UserError that one of them reported.
     """
+    job.begin_profile()
     try:
         while not job.is_complete:
             result = None
             if train_one_epoch(job, technique) != STOP:
                 raise_on_all_ranks(job.stop.error, job.peers)
                 try:
-                    result = evaluate(job, technique)
+                    with job.peers.watch.mark("evaluation"):
+                        result = evaluate(job, technique)
                 except Exception as error:  # a checkpoint keeps the trained steps; a resume evaluates them again
                     if isinstance(error, UserError) and not error.on_one_rank:
                         save_checkpoint(job, technique)
@@ -238,12 +240,14 @@ def train_one_epoch(job: Job, technique: Technique) -> int:
     technique.module.train()
     job.begin_epoch()
     shares = (take_share(split_into_groups(batch, args)).flatten() for batch in job.global_batches())
-    for inputs, targets in technique.read_batches(job.data.train, shares, position.epoch):
+    batches = technique.read_batches(job.data.train, shares, position.epoch)
+    for inputs, targets in job.profile.mark_data(batches) if job.profile else batches:
         # Vote: each rank sends 4 bytes; the result is read after backward, so that no rank waits for it.
         finish_vote = job.begin_vote() if job.is_vote_due() else None
         seed_step(args.seed, position.step, peers.rank, job.devices)
         job.guard.keep_buffers(technique.module.buffers(), job.scaler)
-        loss_sum = run_passes(job, technique, inputs, targets)
+        with peers.watch.mark("forward and backward"):
+            loss_sum = run_passes(job, technique, inputs, targets)
         if finish_vote:
             with peers.watch("stop vote"):
                 decision = finish_vote()
@@ -251,7 +255,7 @@ def train_one_epoch(job: Job, technique: Technique) -> int:
             break
         rate = learning_rate(args, position.step, job.total_steps)
         set_learning_rate(job.optimizer, rate)
-        with job.watch_gpu():
+        with peers.watch.mark("optimizer"), job.watch_gpu():
             (technique.update or update)(job, partial(job.check_gradients, loss_sum))
             job.guard.restore_buffers(job.scaler)
         if job.is_unseen_model:
@@ -269,6 +273,8 @@ def train_one_epoch(job: Job, technique: Technique) -> int:
             break
         if job.is_checkpoint_due():
             save_checkpoint(job, technique)
+        if job.profile:
+            job.profile.end_step()
     job.pause()
     return decision
 
@@ -385,8 +391,9 @@ def broadcast_buffers(module: nn.Module, peers: Peers) -> None:
 
 def save_checkpoint(job: Job, technique: Technique, is_best: bool = False) -> None:
     """Write a checkpoint on rank 0, or a sharded one on all ranks; a failure becomes a vote. Call on all ranks."""
-    sync_statistics(job, technique)
-    job.wait_for_checkpoint()  # the one before: they are written one at a time
-    job.save(is_best, technique.gather_state() if technique.gather_state else None)
-    if not job.trains_during_save:
-        job.wait_for_checkpoint()
+    with job.peers.watch.mark("checkpoint"):
+        sync_statistics(job, technique)
+        job.wait_for_checkpoint()  # the one before: they are written one at a time
+        job.save(is_best, technique.gather_state() if technique.gather_state else None)
+        if not job.trains_during_save:
+            job.wait_for_checkpoint()
