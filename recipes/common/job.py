@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from recipes.common.seeding import permutation
 from recipes.common.task import has_own, in_float
 from recipes.common.world.agreement import SLOWEST, raise_on_all_ranks, run_on_all_ranks, wait_for_all
 from recipes.common.world.peers import Peers
+
+if TYPE_CHECKING:
+    from recipes.common.profile import Profile
 
 
 def draw_order(split: Split, args: Options, epoch: int) -> Tensor:
@@ -66,6 +69,8 @@ class Job:
     """The run's folder, on all ranks."""
     writer: CheckpointWriter | None = None
     """Writes checkpoints: on rank 0, or on all ranks if each one writes its own part."""
+    profile: Profile | None = None
+    """With --profile-steps, on rank 0 only."""
     position: Position = field(default_factory=Position)
     _next_vote: int = 0
     _last_vote: tuple[int, float] = (0, 0.0)
@@ -240,6 +245,14 @@ class Job:
             self.say(f"warning: skipped step {step}: its loss or gradient is not finite")
         return is_allowed
 
+    def begin_profile(self) -> None:
+        """Begin --profile-steps on rank 0."""
+        step, total = self.position.step, self.total_steps
+        if self.record and self.args.profile_steps and step < total:
+            from recipes.common.profile import Profile
+
+            self.profile = Profile(self.args, step, total, self.peers, self.folder, self.say)
+
     def pause(self) -> None:
         """Stop the clock before work that is not training."""
         with self.peers.watch("gradients"):
@@ -284,6 +297,8 @@ class Job:
         Call it on all ranks. `sample_on_all_ranks`: whether the model's forward pass needs all of them. Raises
         UserError, on all ranks, if the last checkpoint or the result could not be written.
         """
+        if self.profile:
+            self.profile.close()
         self.wait_for_checkpoint()
         raise_on_all_ranks(self.stop.error, self.peers)
         if not self.is_complete:

@@ -208,6 +208,7 @@ def train_epochs(job: Job, technique: Technique) -> None:
             if (result := evaluate(job, technique)) is not None:
                 job.end_epoch(result)
             return
+        job.begin_profile()
         while not job.is_complete:
             result = None
             if train_one_epoch(job, technique) != STOP:
@@ -234,7 +235,8 @@ def train_epochs(job: Job, technique: Technique) -> None:
 def evaluate_or_save(job: Job, technique: Technique) -> dict[str, float] | None:
     """Evaluate as evaluate() does; if that fails, write a checkpoint of the trained steps first, for a resume."""
     try:
-        return evaluate(job, technique)
+        with job.peers.watch.mark("evaluation"):
+            return evaluate(job, technique)
     except Exception as error:
         if isinstance(error, UserError) and not error.on_one_rank:
             save_checkpoint(job, technique)
@@ -253,12 +255,14 @@ def train_one_epoch(job: Job, technique: Technique) -> int:
     technique.module.train()
     job.begin_epoch()
     shares = (take_share(split_into_groups(batch, args)).flatten() for batch in job.global_batches())
-    for inputs, targets in technique.read_batches(job.data.train, shares, position.epoch):
+    batches = technique.read_batches(job.data.train, shares, position.epoch)
+    for inputs, targets in job.profile.mark_data(batches) if job.profile else batches:
         # Vote: each rank sends 4 bytes; the result is read after backward, so that no rank waits for it.
         finish_vote = job.begin_vote() if job.is_vote_due() else None
         seed_step(args.seed, position.step, peers.rank, job.devices)
         job.guard.keep_buffers(technique.module.buffers(), job.scaler)
-        loss_sum = run_passes(job, technique, inputs, targets)
+        with peers.watch.mark("forward and backward"):
+            loss_sum = run_passes(job, technique, inputs, targets)
         if finish_vote:
             with peers.watch("stop vote"):
                 decision = finish_vote()
@@ -266,7 +270,7 @@ def train_one_epoch(job: Job, technique: Technique) -> int:
             break
         rate = learning_rate(args, position.step, job.total_steps)
         set_learning_rate(job.optimizer, rate)
-        with job.watch_gpu():
+        with peers.watch.mark("optimizer"), job.watch_gpu():
             (technique.update or update)(job, partial(job.check_gradients, loss_sum))
             job.guard.restore_buffers(job.scaler)
         if job.is_unseen_model:
@@ -284,6 +288,8 @@ def train_one_epoch(job: Job, technique: Technique) -> int:
             break
         if job.is_checkpoint_due():
             save_checkpoint(job, technique)
+        if job.profile:
+            job.profile.end_step()
     job.pause()
     return decision
 
@@ -400,8 +406,9 @@ def broadcast_buffers(module: nn.Module, peers: Peers) -> None:
 
 def save_checkpoint(job: Job, technique: Technique, is_best: bool = False) -> None:
     """Write a checkpoint on rank 0, or a sharded one on all ranks; a failure becomes a vote. Call on all ranks."""
-    sync_statistics(job, technique)
-    job.wait_for_checkpoint()  # the one before: they are written one at a time
-    job.save(is_best, technique.gather_state() if technique.gather_state else None)
-    if not job.trains_during_save:
-        job.wait_for_checkpoint()
+    with job.peers.watch.mark("checkpoint"):
+        sync_statistics(job, technique)
+        job.wait_for_checkpoint()  # the one before: they are written one at a time
+        job.save(is_best, technique.gather_state() if technique.gather_state else None)
+        if not job.trains_during_save:
+            job.wait_for_checkpoint()

@@ -224,6 +224,12 @@ class RunOptions:
     keep_checkpoints: int = option(3, positive_int, "keep the newest K and the best", "K")
     log_every: int = option(10, positive_int, "steps between logged losses", "STEPS")
     tensorboard: bool = switch("write TensorBoard events", default=True)
+    profile_steps: int = option(
+        0,
+        whole_number(0, 100),
+        "record N steps of rank 0 with torch.profiler in the run's trace.json.gz, after up to 10 steps; 0: none",
+        "N",
+    )
     timeout_s: float = option(
         300.0, seconds, "longest wait for another rank, in seconds, before the job ends with an error", "S"
     )

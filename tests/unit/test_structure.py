@@ -247,7 +247,7 @@ OF_OPTIONS = tuple(
         *("common.models.batchnorm", "common.models.gpt", "common.models.layers", "common.models.user_model"),
         *("common.models.torchvision_models", "common.models.vit", "common.parallel.groups"),
         *("common.process.rendezvous_errors", "common.record.progress_bar", "common.record.earlier_launches"),
-        *("common.record.resume", "common.world.transport", "ddp.compression", "ddp.zero"),
+        *("common.record.resume", "common.world.transport", "common.profile", "ddp.compression", "ddp.zero"),
     )
 )
 """Modules that only an option or a failure needs: a default run of ddp neither loads nor shows them."""

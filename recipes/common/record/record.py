@@ -51,8 +51,9 @@ def open_run(
 
     Call it on rank 0 only, with the place of every rank. `--resume auto` continues the run's own record;
     `--resume PATH` begins a new run from another run's checkpoint, which stays unchanged; of the content for
-    `--weights`, there is only the `model`, as it was saved. An existing record is not changed before Record.begin(). All tensors of a sharded checkpoint are read, unless there is a `check`: it
-    checks the files, and each rank reads its own part.
+    `--weights`, there is only the `model`, as it was saved. An existing record is not changed before
+    Record.begin(). All tensors of a sharded checkpoint are read, unless there is a `check`: it checks the files,
+    and each rank reads its own part.
 
     Raises UserError if the name is taken; a checkpoint is missing, bad or unreadable, does not fit, or is in the
     run that `--overwrite` deletes; or the folder cannot be written.

@@ -59,6 +59,9 @@ class CollectivePosition(NamedTuple):
 class NoWatch:
     """The object that is notified of each wait for other ranks; this one watches nothing."""
 
+    mark: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    """Names what is done inside it in the trace of --profile-steps; without that option, does nothing."""
+
     def __call__(
         self, name: str, computes: bool = False, timeouts: int = 1
     ) -> contextlib.AbstractContextManager[None]:
@@ -117,7 +120,8 @@ class Watch(NoWatch):
         if not outer.is_inside:
             self._busy_s += now - outer.since
         self._at = CollectivePosition(entered, name, True, now, limit_s)
-        yield
+        with contextlib.nullcontext() if computes else self.mark(name):
+            yield
         now = time.monotonic()
         if outer.is_inside:  # back in the collective around this one
             self._at = CollectivePosition(self._at.entered, outer.name, True, now, outer.limit_s)
