@@ -309,6 +309,8 @@ class DataOptions(RunOptions):
             raise UserError(f"--weights with --resume {self.resume}: a run starts from one of the two; drop one")
         if self.evaluate and not self.weights:
             raise UserError("--evaluate: it takes the weights of a file or a run; add --weights PATH")
+        if self.evaluate and self.profile_steps:
+            raise UserError("--profile-steps: with --evaluate there are no steps; drop one of the two")
 
 
 @dataclass(frozen=True)

@@ -53,15 +53,8 @@ def examine(nodes, *options, planted=None, network="", without_name=(), absent=(
         hosts += [f"{lab.SUBNET}.{i + 1} n{i}" for i in range(nodes) if i not in without_name]
         (folder / "hosts").write_text("\n".join(hosts) + "\n")
         (folder / "runs").mkdir()
-        variables = {
-            "NNODES": nodes,
-            "NPROC_PER_NODE": 1,
-            "MASTER_ADDR": "n0",
-            "MASTER_PORT": 29500,
-            "RDZV_ID": "the-word-of-this-test",
-            "RDZV_TIMEOUT_S": wait_s,
-            "OMP_NUM_THREADS": 1,
-        }
+        variables = {"NNODES": nodes, "NPROC_PER_NODE": 1, "MASTER_ADDR": "n0", "MASTER_PORT": 29500}
+        variables |= {"RDZV_ID": "the-word-of-this-test", "RDZV_TIMEOUT_S": wait_s, "OMP_NUM_THREADS": 1}
         words = [sys.executable, "-m", "scripts.doctor", "--runs-dir", str(folder / "runs"), *options]
         started = {}
         for i in set(range(nodes)) - set(absent):

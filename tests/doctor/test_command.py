@@ -105,9 +105,8 @@ def test_a_port_that_is_taken(tmp_path):
         env = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         result = Command(*DOCTOR, "--quick", "--runs-dir", str(tmp_path), **env).wait(30)
     assert result.status == 1
-    assert (
-        f"cannot listen at 127.0.0.1:{port}: Address already in use; choose another MASTER_PORT" in result.stdout
-    )
+    said = f"cannot listen at 127.0.0.1:{port}: Address already in use; choose another MASTER_PORT"
+    assert said in result.stdout
 
 
 def test_ctrl_c_leaves_no_process(tmp_path):
@@ -193,11 +192,8 @@ def test_a_second_node_of_a_rank_and_one_of_another_job_size_are_rejected(monkey
     gathering = threading.Thread(target=met.gather, args=(listener, 20, lambda _: None))
     gathering.start()
     rendezvous.join(Node(3, 1, 1, "127.0.0.1", port, 0), "word", 5)
-    for rank, nnodes, reason in (
-        (1, 3, "NODE_RANK 1 is taken by another node"),
-        (2, 2, "it has NNODES 2, node 0 has 3"),
-    ):
-        with pytest.raises(UserError, match=f"rejected this node: {reason}; see the RDZV_ID, NNODES"):
+    for rank, nnodes, why in ((1, 3, "NODE_RANK 1 is taken by another node"), (2, 2, "it has NNODES 2, node 0")):
+        with pytest.raises(UserError, match=f"rejected this node: {why}.*; see the RDZV_ID, NNODES"):
             rendezvous.join(Node(nnodes, rank, 1, "127.0.0.1", port, 0), "word", 5)
     rendezvous.join(Node(3, 2, 1, "127.0.0.1", port, 0), "word", 5)
     gathering.join(20)
@@ -215,9 +211,7 @@ def test_what_a_stranger_sends_is_no_error_of_node_0(hello):
 
 def test_a_node_that_falls_silent_is_lost_within_the_bound():
     one, other = socket.socketpair()
-    met = rendezvous.Coordinator(
-        Case(2), "word", lambda order: {"time": 0.0}, channels={1: rendezvous.Channel(one)}
-    )
+    met = rendezvous.Coordinator(Case(2), "word", lambda order: {"time": 0.0}, {1: rendezvous.Channel(one)})
     other.sendall(b'{"time"')  # a partial answer does not count
     assert met.ask_all({"do": "facts"}, 0.5) == {0: {"time": 0.0}}
     assert met.case.lost == {1: ("facts", "no answer within 0 s")}
@@ -226,6 +220,6 @@ def test_a_node_that_falls_silent_is_lost_within_the_bound():
 
 
 def test_an_own_part_that_hangs_is_lost_within_the_bound():
-    met = rendezvous.Coordinator(Case(1), "word", lambda order: time.sleep(2) or {})
+    met = rendezvous.Coordinator(Case(1), "word", lambda order: time.sleep(1) or {})
     assert met.ask_all({"do": "write"}, 0.2) == {}
     assert met.case.lost[0][0] == "write"

@@ -42,12 +42,14 @@ GPU = {
     "ecc.errors.uncorrected.volatile.total": "0",
     "clocks_throttle_reasons.hw_slowdown": "Not Active",
 }
+TORCH = {"version": "2.14.1", "cuda": "13.0", "nccl": "2.30.7", "gloo": True}
 
 
 def facts(rank, gpus=0):
     """Return the facts of a healthy node."""
     device = {"device": "cpu", "name": "cpu", "is_right": True, "tflops": None}
     cuda = [{"device": f"cuda:{i}", "name": "NVIDIA H100", "is_right": True, "tflops": 700.0} for i in range(gpus)]
+    own, tmp = f"10.0.0.{rank}", {"tmp": "/tmp", "tmp_free_bytes": 10 * GIB}
     return {
         "errors": {},
         "host": f"n{rank}",
@@ -56,32 +58,14 @@ def facts(rank, gpus=0):
         "python": "3.11.7",
         "cores": 8,
         "variables": {"NNODES": "3", "NPROC_PER_NODE": str(gpus or 1), "FABRIC": "auto"},
-        "network": {
-            "interface": "eth0",
-            "address": f"10.0.0.{rank}",
-            "mtu": 9000,
-            "is_up": True,
-            "addresses": ["127.0.0.1", f"10.0.0.{rank}"],
-        },
+        "network": {"interface": "eth0", "address": own, "mtu": 9000, "is_up": True, "addresses": ["::1", own]},
         "limits": {"open_files": -1, "locked_bytes": -1},
-        "disk": {
-            "shm_bytes": 8 * GIB,
-            "runs": "/runs",
-            "runs_free_bytes": 100 * GIB,
-            "tmp": "/tmp",
-            "tmp_free_bytes": 10 * GIB,
-        },
+        "disk": {"shm_bytes": 8 * GIB, "runs": "/runs", "runs_free_bytes": 100 * GIB, **tmp},
         "rdma": ["mlx5_0"],
         "revision": "abc",
         "code": "123",
         "gpus": [{**GPU, "index": str(i)} for i in range(gpus)] if gpus else None,
-        "torch": {
-            "version": "2.14.1",
-            "cuda": "13.0",
-            "nccl": "2.30.7",
-            "gloo": True,
-            "devices": cuda or [device],
-        },
+        "torch": {**TORCH, "devices": cuda or [device]},
     }
 
 
@@ -117,192 +101,133 @@ def slow_link(case):
     case.ranks[0]["ranks"][0]["links_gbit_s"]["1"] = 1.0
 
 
+def set_facts(**values):
+    """Return a fault that changes the facts of node 1."""
+    return lambda case: case.facts[1].update(values)
+
+
 def set_in(part, **values):
     """Return a fault that changes a part of the facts of node 1."""
     return lambda case: case.facts[1][part].update(values)
 
 
+def set_rank(**values):
+    """Return a fault that changes what the rank of node 1 has found."""
+    return lambda case: case.ranks[1]["ranks"][0].update(values)
+
+
+def set_peer(**values):
+    """Return a fault that changes what node 0 has found of node 1."""
+    return lambda case: case.peers[0]["1"].update(values)
+
+
+def set_gpu(name, value):
+    """Return a fault that changes what nvidia-smi says of node 1's first GPU."""
+    return lambda case: case.facts[1]["gpus"][0].update({name: value})
+
+
 def see_no_gpus(visible):
     """Return a fault: torch sees no GPU on node 1, where CUDA_VISIBLE_DEVICES is `visible`."""
-    faults = (
-        set_in("torch", devices=facts(1)["torch"]["devices"]),
-        set_in("variables", CUDA_VISIBLE_DEVICES=visible),
-    )
-    return lambda case: [plant(case) for plant in faults]
+    own = {"torch": {"devices": facts(1)["torch"]["devices"]}, "variables": {"CUDA_VISIBLE_DEVICES": visible}}
+    return lambda case: [case.facts[1][part].update(values) for part, values in own.items()]
 
 
 FAULTS = {
     "attendance": (lambda case: case.facts.pop(2), "node 2 did not connect to n0:29500 within 60 s"),
     "attendance, refused": (
         lambda case: [case.facts.pop(2), case.refused.append((2, "10.0.0.2: it has NNODES 4"))],
-        "node 0 rejected node 2 at 10.0.0.2: it has NNODES 4; give each node",
-    ),
-    "attendance, told": (
-        lambda case: [case.facts.pop(2), case.messages.update({2: "n2 cannot resolve n0"})],
-        "node 2 did not connect to n0:29500; it says: n2 cannot resolve n0; its own log has more",
-    ),
-    "attendance, lost": (
-        lambda case: case.lost.update({1: ("ranks", "no answer within 60 s")}),
-        "node 1 (n1) connected, and failed at the request for ranks: no answer within 60 s; see its own log",
-    ),
+        "node 0 rejected node 2 at 10.0.0.2: it has NNODES 4; give each node"),
+    "attendance, told": (lambda case: [case.facts.pop(2), case.messages.update({2: "n2 cannot resolve n0"})],
+        "node 2 did not connect to n0:29500; it says: n2 cannot resolve n0; its own log has more"),
+    "attendance, lost": (lambda case: case.lost.update({1: ("ranks", "no answer within 60 s")}),
+        "node 1 (n1) connected, and failed at the request for ranks: no answer within 60 s; see its own log"),
     "attendance, late": (lambda case: case.skipped.append("ranks"), "there was no time left to ask for ranks"),
-    "node_errors": (
-        lambda case: case.facts[1].update(errors={"gpus": "nvidia-smi ended with status 9: no devices"}),
-        "node 1 (n1): gpus: nvidia-smi ended with status 9: no devices; see nvidia-smi and dmesg",
-    ),
-    "names": (
-        lambda case: case.peers[0]["1"].update(names={"n1": "Name or service not known"}),
-        "node 0 (n0) cannot resolve the name of node 1 (n1): n1 (Name or service not known); add it to DNS",
-    ),
-    "names, wrong": (
-        lambda case: case.peers[0]["1"].update(names={"n1": ["10.0.0.77"]}),
-        "the name n1 of node 1 (n1) leads to 10.0.0.77, which is not its address (10.0.0.1 is); fix DNS",
-    ),
+    "node_errors": (set_facts(errors={"gpus": "nvidia-smi ended with status 9: no devices"}),
+        "node 1 (n1): gpus: nvidia-smi ended with status 9: no devices; see nvidia-smi and dmesg"),
+    "names": (set_peer(names={"n1": "Name or service not known"}),
+        "node 0 (n0) cannot resolve the name of node 1 (n1): n1 (Name or service not known); add it to DNS"),
+    "names, wrong": (set_peer(names={"n1": ["10.0.0.77"]}),
+        "the name n1 of node 1 (n1) leads to 10.0.0.77, which is not its address (10.0.0.1 is); fix DNS"),
     "links_up": (set_in("network", mtu=1500), "node 1 (n1): the MTU of eth0 is 1500, on node 0 (n0), node 2"),
     "links_up, down": (set_in("network", is_up=False), "eth0 is down; ip link set eth0 up"),
-    "ports": (
-        lambda case: case.peers[0]["1"].update(stage="connect", why="Connection refused"),
+    "ports": (set_peer(stage="connect", why="Connection refused"),
         "node 0 (n0) to node 1 (n1) at 10.0.0.1, port 4000: connections fail (Connection refused; the other "
-        "way works); let all TCP ports",
-    ),
-    "ports, large": (
-        lambda case: case.peers[0]["1"].update(stage="large", why="no answer"),
-        "small packets pass and large ones do not (no answer); the path carries less than its MTU of 9000",
-    ),
-    "clocks": (
-        lambda case: case.clocks.update({1: (-7.0, 0.1)}),
-        "its clock is 7.0 s behind most other nodes; start",
-    ),
+        "way works); let all TCP ports"),
+    "ports, large": (set_peer(stage="large", why="no answer"),
+        "small packets pass and large ones do not (no answer); the path carries less than its MTU of 9000"),
+    "clocks": (lambda case: case.clocks.update({1: (-7.0, 0.1)}),
+        "its clock is 7.0 s behind most other nodes; start"),
     "limits": (set_in("limits", open_files=256), "sbatch --propagate=NONE); at least 1024"),
     "limits, locked": (set_in("limits", locked_bytes=65536), "sbatch --propagate=NONE)"),
     "disks": (set_in("disk", shm_bytes=64 * 2**20), "/dev/shm has 64 MiB; docker run --shm-size 8g"),
-    "disks, runs": (
-        set_in("disk", runs_free_bytes=2**20),
-        "/runs, where records and checkpoints go, has 1 MiB free; make room, or choose another --runs-dir",
-    ),
+    "disks, runs": (set_in("disk", runs_free_bytes=2**20),
+        "/runs, where records and checkpoints go, has 1 MiB free; make room, or choose another --runs-dir"),
     "disks, tmp": (set_in("disk", tmp_free_bytes=2**20), "/tmp, for temporary files, has 1 MiB free; make room"),
-    "disks, readonly": (
-        lambda case: case.written.update({1: {"error": "Read-only file system"}}),
-        "node 1 (n1) cannot write /runs: Read-only file system; make room, fix",
-    ),
-    "shared_folder": (
-        lambda case: case.seen.update({1: [1]}),
-        "node 1 (n1) cannot see what node 0 (n0) wrote to /runs; mount the same file system",
-    ),
+    "disks, readonly": (lambda case: case.written.update({1: {"error": "Read-only file system"}}),
+        "node 1 (n1) cannot write /runs: Read-only file system; make room, fix"),
+    "shared_folder": (lambda case: case.seen.update({1: [1]}),
+        "node 1 (n1) cannot see what node 0 (n0) wrote to /runs; mount the same file system"),
     "versions, torch": (set_in("torch", version="2.11.0"), "node 1 (n1): torch is 2.11.0, on node 0 (n0), node 2"),
     "versions, nccl": (set_in("torch", nccl="2.20.0"), "NCCL is 2.20.0, on node 0 (n0), node 2 (n2) 2.30.7"),
-    "versions, revision": (
-        lambda case: case.facts[1].update(revision="def", code="456"),
-        "our revision is def, on node 0 (n0), node 2 (n2) abc",
-    ),
-    "versions, code": (
-        lambda case: case.facts[1].update(code="456"),
-        "our code is 456, on node 0 (n0), node 2 (n2) 123; files of",
-    ),
-    "torch_works": (
-        lambda case: case.facts[1].update(torch={"error": "libcudart.so.13: cannot open"}),
-        "torch does not work: libcudart",
-    ),
+    "versions, revision": (set_facts(revision="def", code="456"),
+        "our revision is def, on node 0 (n0), node 2 (n2) abc"),
+    "versions, code": (set_facts(code="456"), "our code is 456, on node 0 (n0), node 2 (n2) 123; files of"),
+    "torch_works": (set_facts(torch={"error": "libcudart.so.13: cannot"}), "torch does not work: libcudart"),
     "torch_works, gloo": (set_in("torch", gloo=False), "node 1 (n1): torch has no gloo; install torch from PyPI"),
-    "torch_works, device": (
-        lambda case: case.facts[1]["torch"]["devices"][0].update(is_right=False),
-        "node 1 (n1): cpu (cpu): a product of matrices is wrong; take the device out of service",
-    ),
-    "collectives": (
-        lambda case: case.ranks[1]["ranks"][0].update(stage="all-reduce", error="it did not end in time"),
-        "node 1 (n1): a rank did not get past all-reduce: it did not end in time; ",
-    ),
-    "collectives, fabric": (
-        lambda case: case.ranks.update({1: {"error": "FABRIC expects auto", "ranks": []}}),
-        "node 1 (n1): no ranks were started: FABRIC expects auto; fix that first",
-    ),
-    "sums": (
-        lambda case: case.ranks[1]["ranks"][0].update(wrong_elements=7),
-        "node 1 (n1): rank 1 received an incorrect sum from the all-reduce; its memory",
-    ),
+    "torch_works, device": (lambda case: case.facts[1]["torch"]["devices"][0].update(is_right=False),
+        "node 1 (n1): cpu (cpu): a product of matrices is wrong; take the device out of service"),
+    "collectives": (set_rank(stage="all-reduce", error="it did not end in time"),
+        "node 1 (n1): a rank did not get past all-reduce: it did not end in time; "),
+    "collectives, fabric": (lambda case: case.ranks.update({1: {"error": "FABRIC expects auto", "ranks": []}}),
+        "node 1 (n1): no ranks were started: FABRIC expects auto; fix that first"),
+    "sums": (set_rank(wrong_elements=7),
+        "node 1 (n1): rank 1 received an incorrect sum from the all-reduce; its memory"),
     "sums, everywhere": (
         lambda case: [found["ranks"][0].update(wrong_elements=7) for found in case.ranks.values()],
-        "all nodes received an incorrect sum from the all-reduce: one of them sends wrong values; run the",
-    ),
-    "sums, two groups": (
-        lambda case: case.ranks[1]["ranks"][0].update(map={"world_size": 3, "sum": 3, "ranks": []}),
-        "the all-reduce of 1..3 gave 3: the ranks are not one group; see the launcher's variables",
-    ),
-    "bandwidth": (
-        slow_node,
-        "node 2 (n2) is slow: at best 1.00 Gbit/s to another node, the others 10.00; see its cable",
-    ),
-    "bandwidth, link": (
-        slow_link,
-        "between node 0 (n0) and node 1 (n1) only 1.00 Gbit/s, elsewhere 10.00; see the",
-    ),
-}
+        "all nodes received an incorrect sum from the all-reduce: one of them sends wrong values; run the"),
+    "sums, two groups": (set_rank(map={"world_size": 3, "sum": 3, "ranks": []}),
+        "the all-reduce of 1..3 gave 3: the ranks are not one group; see the launcher's variables"),
+    "bandwidth": (slow_node,
+        "node 2 (n2) is slow: at best 1.00 Gbit/s to another node, the others 10.00; see its cable"),
+    "bandwidth, link": (slow_link,
+        "between node 0 (n0) and node 1 (n1) only 1.00 Gbit/s, elsewhere 10.00; see the"),
+}  # fmt: skip
 
 GPU_FAULTS = {
-    "gpu_health, ecc": (
-        lambda case: case.facts[1]["gpus"][0].update({"ecc.errors.uncorrected.volatile.total": "3"}),
-        "node 1 (n1): GPU 0 (NVIDIA H100) has 3 uncorrected ECC errors; reset it or replace it",
-    ),
-    "gpu_health, lost": (
-        lambda case: case.facts[1]["gpus"][0].update({"memory.used": "[Unknown Error]"}),
-        "node 1 (n1): GPU 0 (NVIDIA H100): nvidia-smi says Unknown Error; see dmesg",
-    ),
-    "gpu_health, heat": (
-        lambda case: case.facts[1]["gpus"][0].update({"clocks_throttle_reasons.hw_slowdown": "Active"}),
-        "GPU 0 (NVIDIA H100) is throttled: hardware slowdown, 30 C; see to its cooling",
-    ),
-    "gpu_health, taken": (
-        lambda case: case.facts[1]["gpus"][0].update({"memory.used": "40000"}),
-        "GPU 0 (NVIDIA H100): 40000 of 81559 MiB are in use already; see nvidia-smi",
-    ),
-    "gpus_visible": (
-        set_in("torch", devices=facts(1)["torch"]["devices"]),
-        "node 1 (n1): nvidia-smi lists 2 GPUs and torch 2.14.1 sees none; ask for GPUs; with MIG,",
-    ),
-    "gpus_visible, named": (
-        see_no_gpus("2,3"),
-        "lists 2 GPUs and torch 2.14.1 sees none; CUDA_VISIBLE_DEVICES is '2,3': correct it",
-    ),
-    "gpus_visible, CPU torch": (
-        set_in("torch", devices=facts(1)["torch"]["devices"], cuda=None),
-        "nvidia-smi lists 2 GPUs and torch 2.14.1 sees none; install a torch with CUDA",
-    ),
-    "gpus_visible, hidden": (
-        see_no_gpus(""),
-        "node 1 (n1): nvidia-smi lists 2 GPUs and CUDA_VISIBLE_DEVICES is '': all use the CPU; unset it, or",
-    ),
-    "gpus_visible, driver": (
-        lambda case: [
-            case.facts[1]["torch"].update(devices=[]),
-            [gpu.update(driver_version="570.86.15") for gpu in case.facts[1]["gpus"]],
-        ],
-        "sees none; driver 570.86.15 is too old for CUDA 13.0: install 580 or later, or a torch of an",
-    ),
-    "gpu_health, without ECC": (
-        lambda case: case.facts[1]["gpus"][0].pop("ecc.errors.uncorrected.volatile.total"),
-        "node 1 (n1): GPU 0 (NVIDIA H100): nvidia-smi does not report its ECC errors and clocks; see nvidia-smi",
-    ),
-    "gpus_visible, CUDA": (
-        set_in("torch", devices=[], cuda_error="Error 802: system not yet initialized"),
-        "torch 2.14.1 sees none (Error 802: system not yet initialized); see its driver and, with NVSwitch,",
-    ),
-    "gpus_visible, few": (
-        lambda case: case.facts[1]["torch"]["devices"].pop(),
-        "node 1 (n1): 2 processes for 1 GPUs: recipes refuse to start; NPROC_PER_NODE=1",
-    ),
-    "torch_works, slow": (
-        lambda case: case.facts[1]["torch"]["devices"][0].update(tflops=300.0),
-        "node 1 (n1): cuda:0 (NVIDIA H100) does 300 Tflop/s, others of its kind 700; see its clocks",
-    ),
+    "gpu_health, ecc": (set_gpu("ecc.errors.uncorrected.volatile.total", "3"),
+        "node 1 (n1): GPU 0 (NVIDIA H100) has 3 uncorrected ECC errors; reset it or replace it"),
+    "gpu_health, lost": (set_gpu("memory.used", "[Unknown Error]"),
+        "node 1 (n1): GPU 0 (NVIDIA H100): nvidia-smi says Unknown Error; see dmesg"),
+    "gpu_health, heat": (set_gpu("clocks_throttle_reasons.hw_slowdown", "Active"),
+        "GPU 0 (NVIDIA H100) is throttled: hardware slowdown, 30 C; see to its cooling"),
+    "gpu_health, taken": (set_gpu("memory.used", "40000"),
+        "GPU 0 (NVIDIA H100): 40000 of 81559 MiB are in use already; see nvidia-smi"),
+    "gpus_visible": (set_in("torch", devices=facts(1)["torch"]["devices"]),
+        "node 1 (n1): nvidia-smi lists 2 GPUs and torch 2.14.1 sees none; ask for GPUs; with MIG,"),
+    "gpus_visible, named": (see_no_gpus("2,3"),
+        "lists 2 GPUs and torch 2.14.1 sees none; CUDA_VISIBLE_DEVICES is '2,3': correct it"),
+    "gpus_visible, CPU torch": (set_in("torch", devices=facts(1)["torch"]["devices"], cuda=None),
+        "nvidia-smi lists 2 GPUs and torch 2.14.1 sees none; install a torch with CUDA"),
+    "gpus_visible, hidden": (see_no_gpus(""),
+        "node 1 (n1): nvidia-smi lists 2 GPUs and CUDA_VISIBLE_DEVICES is '': all use the CPU; unset it, or"),
+    "gpus_visible, driver": (lambda case: [case.facts[1]["torch"].update(devices=[]),
+        [gpu.update(driver_version="570.86.15") for gpu in case.facts[1]["gpus"]]],
+        "sees none; driver 570.86.15 is too old for CUDA 13.0: install 580 or later, or a torch of an"),
+    "gpu_health, without ECC": (lambda case: case.facts[1]["gpus"][0].pop("ecc.errors.uncorrected.volatile.total"),
+        "node 1 (n1): GPU 0 (NVIDIA H100): nvidia-smi does not report its ECC errors and clocks; see nvidia-smi"),
+    "gpus_visible, CUDA": (set_in("torch", devices=[], cuda_error="Error 802: system not yet initialized"),
+        "torch 2.14.1 sees none (Error 802: system not yet initialized); see its driver and, with NVSwitch,"),
+    "gpus_visible, few": (lambda case: case.facts[1]["torch"]["devices"].pop(),
+        "node 1 (n1): 2 processes for 1 GPUs: recipes refuse to start; NPROC_PER_NODE=1"),
+    "torch_works, slow": (lambda case: case.facts[1]["torch"]["devices"][0].update(tflops=300.0),
+        "node 1 (n1): cuda:0 (NVIDIA H100) does 300 Tflop/s, others of its kind 700; see its clocks"),
     "torch_works, timed": (  # the timed products are the first ones that load a device
         lambda case: case.facts[1]["torch"]["devices"][1].update(error="CUDA error: illegal", tflops=None),
         "node 1 (n1): cuda:1 (NVIDIA H100): CUDA error: illegal; take the device out of service",
     ),
-    "versions, driver": (
-        lambda case: [gpu.update(driver_version="470.2") for gpu in case.facts[1]["gpus"]],
-        "node 1 (n1): driver is 470.2, on node 0 (n0), node 2 (n2) 580.1; install the same",
-    ),
-}
+    "versions, driver": (lambda case: [gpu.update(driver_version="470.2") for gpu in case.facts[1]["gpus"]],
+        "node 1 (n1): driver is 470.2, on node 0 (n0), node 2 (n2) 580.1; install the same"),
+}  # fmt: skip
 
 
 SXM = "NVIDIA H100 80GB HBM3"
@@ -339,38 +264,23 @@ def slow_down(**speeds):
 
 
 UNIFORM_FAULTS = {
-    "gpu_floors, matmul": (
-        slow_down(tflops=300.0),
-        "cuda:0 (NVIDIA H100 80GB HBM3) does 300 Tflop/s in bfloat16, at least 450 are expected; see its clocks",
-    ),
-    "gpu_floors, pcie": (
-        slow_down(to_device_gb_s=26.0),
-        "does 26 GB/s from the host, at least 40 are expected; see the PCIe link",
-    ),
+    "gpu_floors, matmul": (slow_down(tflops=300.0),
+        "cuda:0 (NVIDIA H100 80GB HBM3) does 300 Tflop/s in bfloat16, at least 450 are expected; see its clocks"),
+    "gpu_floors, pcie": (slow_down(to_device_gb_s=26.0),
+        "does 26 GB/s from the host, at least 40 are expected; see the PCIe link"),
     "gpu_floors, back": (slow_down(from_device_gb_s=25.0), "does 25 GB/s to the host, at least 40 are"),
-    "gpu_floors, nvlink": (
-        slow_down(peer_gb_s=40.0),
-        "does 40 GB/s to the next GPU, at least 200 are expected; see nvidia-smi nvlink",
-    ),
+    "gpu_floors, nvlink": (slow_down(peer_gb_s=40.0),
+        "does 40 GB/s to the next GPU, at least 200 are expected; see nvidia-smi nvlink"),
     "rails": (
         lambda case: set_ranks(case, links_gbit_s={"0": 20.0, "1": 20.0}, rail_gbit_s={"0": 19.0, "1": 19.0}),
-        "node 1 (n1): rails of local rank 0, 1 at 20 Gbit/s, at least 200 are expected; see the transport",
-    ),
-    "rails, one": (
-        lambda case: set_ranks(case, rail_gbit_s={"0": 90.0, "1": 90.0}),
-        "node 0 (n0): the rail of local rank 1 at 90 Gbit/s, at least 200 are expected",
-    ),
-    "transport": (
-        lambda case: (
-            set_ranks(case, network="Socket"),
-            [one["variables"].update(FABRIC="ib") for one in case.facts.values()],
-        ),
-        "node 0 (n0): FABRIC=ib, and NCCL uses Socket, which is TCP; see docs/site.md",
-    ),
-    "transport, auto": (
-        lambda case: set_ranks(case, network="Socket"),
-        "warning: node 0 (n0) has mlx5_0, and NCCL uses Socket, which is TCP",
-    ),
+        "node 1 (n1): rails of local rank 0, 1 at 20 Gbit/s, at least 200 are expected; see the transport"),
+    "rails, one": (lambda case: set_ranks(case, rail_gbit_s={"0": 90.0, "1": 90.0}),
+        "node 0 (n0): the rail of local rank 1 at 90 Gbit/s, at least 200 are expected"),
+    "transport": (lambda case: (set_ranks(case, network="Socket"),
+        [one["variables"].update(FABRIC="ib") for one in case.facts.values()]),
+        "node 0 (n0): FABRIC=ib, and NCCL uses Socket, which is TCP; see docs/site.md"),
+    "transport, auto": (lambda case: set_ranks(case, network="Socket"),
+        "warning: node 0 (n0) has mlx5_0, and NCCL uses Socket, which is TCP"),
     "transport, site": (  # FABRIC is set in site.env, not in the doctor's environment
         lambda case: (
             set_ranks(case, network="Socket"),
@@ -378,23 +288,20 @@ UNIFORM_FAULTS = {
         ),
         "error: node 0 (n0): FABRIC=efa, and NCCL uses Socket, which is TCP; see docs/site.md",
     ),
-    "kernel_log, bus": (
-        xid(79),
-        "GPU PCI:0000:3b:00, Xid 79 once: fallen off the bus; drain the node and switch it off",
-    ),
+    "kernel_log, bus": (xid(79),
+        "GPU PCI:0000:3b:00, Xid 79 once: fallen off the bus; drain the node and switch it off"),
     "kernel_log, ecc": (xid(95, 3), "Xid 95 3 times: uncontained ECC error; drain the node and reset"),
     "kernel_log, nvlink": (xid(74), "NVLink error; drain the node and have the board"),
     "kernel_log, remap": (xid(63), "warning: node 1 (n1): GPU PCI:0000:3b:00, Xid 63 once"),
     "kernel_log, memory": (xid(0, device="memory"), "uncorrected errors of its main memory once"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNIFORM_FAULTS)
 def test_a_fault_that_all_nodes_share_is_below_a_floor(name):
     """On two nodes, where no device or link is slower than others of its kind."""
     plant, words = UNIFORM_FAULTS[name]
-    case = fleet()
-    plant(case)
+    plant(case := fleet())
     findings = judge(case)
     assert {finding.rule for finding in findings} == {name.split(",")[0]}
     assert any(words in str(finding) for finding in findings), [str(finding) for finding in findings]
@@ -446,8 +353,7 @@ WARNINGS = ("gpu_health, taken", "gpu_health, without ECC", "gpus_visible, hidde
 @pytest.mark.parametrize(("name", "gpus"), [*((name, 0) for name in FAULTS), *((name, 2) for name in GPU_FAULTS)])
 def test_a_fault_is_named_with_its_remedy(name, gpus):
     plant, words = (GPU_FAULTS if gpus else FAULTS)[name]
-    case = healthy(gpus=gpus)
-    plant(case)
+    plant(case := healthy(gpus=gpus))
     findings = judge(case)
     same = [one for one in findings if one.rule == name.split(",")[0]]
     (finding,) = [one for one in same if words in str(one)]
@@ -480,16 +386,11 @@ def block(case, pairs, why="no answer"):
         case.peers[a][str(b)].update(stage="connect", why=why)
 
 
-def test_a_node_that_is_cut_off_is_one_finding():
-    case = healthy(8)
-    block(case, [pair for rank in range(1, 8) for pair in ((0, rank), (rank, 0))])
+def test_a_node_that_is_cut_off_or_ports_that_are_closed_between_all_are_one_finding():
+    block(case := healthy(8), [pair for rank in range(1, 8) for pair in ((0, rank), (rank, 0))])
     (finding,) = judge(case)
     assert "node 0 (n0) at 10.0.0.0: to and from all other nodes connections fail (no answer)" in finding.what
-
-
-def test_ports_that_are_closed_between_all_nodes_are_one_finding():
-    case = healthy(64)
-    block(case, ((a, b) for a in range(64) for b in range(64) if a != b))
+    block(case := healthy(64), ((a, b) for a in range(64) for b in range(64) if a != b))
     (finding,) = judge(case)
     assert "node 3 (n3) and 60 more: between all of them connections fail (no answer)" in finding.what
     assert finding.nodes == tuple(range(64))
@@ -617,9 +518,7 @@ def test_the_revision_is_that_of_the_checkout_as_in_records(monkeypatch, tmp_pat
 def test_a_node_that_answers_with_something_else_is_lost_with_the_reason():
     """Its code may be of another revision, so its answer may lack any key."""
     one, other = socket.socketpair()
-    head = rendezvous.Coordinator(
-        Case(2), "word", lambda order: {"facts": 1}, channels={1: rendezvous.Channel(one)}
-    )
+    head = rendezvous.Coordinator(Case(2), "word", lambda order: {"facts": 1}, {1: rendezvous.Channel(one)})
     follower = rendezvous.Channel(other)
 
     def follow():
@@ -758,16 +657,12 @@ def test_another_doctors_folder_stays_although_the_file_server_has_another_time(
     assert [path.name for path in tmp_path.iterdir()] == [".doctor-other"]
 
 
-def test_a_node_looks_for_the_files_of_a_few_others():
+def test_a_node_looks_for_the_files_of_a_few_others_and_a_folder_that_none_share_is_one_line():
     case = healthy(100)
     assert case.probed() == list(range(0, 100, 4))
     case.seen = {rank: case.probed() if rank != 7 else [] for rank in range(100)}
     [finding] = judge(case)
     assert finding.what == "node 7 (n7) cannot see what node 0 (n0) wrote to /runs"
-
-
-def test_a_folder_that_no_two_nodes_share_is_one_line():
-    case = healthy(100)
     case.seen = {rank: [rank] for rank in range(100)}
     [finding] = judge(case)
     assert finding.what.startswith("node 1 (n1), node 2 (n2), ")
@@ -806,17 +701,12 @@ def test_the_map_of_ranks_is_sent_once():
     assert {(one["world_size"], one["sum"]) for one in maps} == {(100, 5050)}
 
 
-def test_errors_come_before_warnings():
+def test_errors_come_before_warnings_and_the_rules_change_no_facts():
     case = healthy(gpus=2)
     for plant, _ in (GPU_FAULTS["gpu_health, taken"], FAULTS["collectives"]):
         plant(case)
-    assert [finding.rule for finding in judge(case)] == ["collectives", "gpu_health"]
-
-
-def test_facts_are_not_changed_by_the_rules():
-    case = healthy()
     before = copy.deepcopy(case)
-    judge(case)
+    assert [finding.rule for finding in judge(case)] == ["collectives", "gpu_health"]
     assert case == before
 
 
@@ -852,14 +742,9 @@ def test_how_a_rank_ended_is_said(tmp_path, status, is_late, said):
 @pytest.mark.parametrize(
     ("wanted", "name", "fits"),
     [
-        ("eth", "eth0", True),
-        ("=eth", "eth0", False),
-        ("=eth0,eth1", "eth1", True),
-        ("^docker", "docker0", False),
-        ("^docker,lo", "eth0", True),
-        ("ib0", "eth0", False),
-        ("^=eth1", "eth10", True),
-        ("^=eth1,lo", "lo", False),
+        *(("eth", "eth0", True), ("=eth", "eth0", False), ("=eth0,eth1", "eth1", True)),
+        *(("^docker", "docker0", False), ("^docker,lo", "eth0", True), ("ib0", "eth0", False)),
+        *(("^=eth1", "eth10", True), ("^=eth1,lo", "lo", False)),
     ],
 )
 def test_ncclss_list_of_interfaces(wanted, name, fits):
@@ -902,9 +787,8 @@ def test_a_gpu_is_timed_until_its_clock_has_risen(monkeypatch):
     """An idle GPU is slow at first; 10 products of 2 x 10^3 operations in 1 us are 0.02 Tflop/s."""
     now, speeds = [0.0], iter([1.0, 0.5, 0.1, 1e-6, 0.1])
     clock = Mock(side_effect=lambda: now[0])
-    waits = Mock(
-        side_effect=lambda device: now.__setitem__(0, now[0] + (next(speeds) if waits.call_count > 1 else 0))
-    )
+    ends = lambda device: now.__setitem__(0, now[0] + (next(speeds) if waits.call_count > 1 else 0))  # noqa: E731
+    waits = Mock(side_effect=ends)
     monkeypatch.setattr(torch_facts, "TIMED_SIZE", 10)
     monkeypatch.setattr(torch_facts, "TIMED_S", 1.65)
     monkeypatch.setattr(torch_facts.time, "perf_counter", clock)

@@ -60,9 +60,8 @@ class Pod:
         for variable in container.get("env", []):  # $(NAME) sees earlier variables, but no injected ones
             self.env[variable["name"]] = expand(self._value(variable), self.env)
         self.env.update(self.injected)
-        self.words = [
-            expand(word, self.env) for word in (*container.get("command", []), *container.get("args", []))
-        ]
+        words = [*container.get("command", []), *container.get("args", [])]
+        self.words = [expand(word, self.env) for word in words]
 
     def _value(self, variable: Document) -> str:
         if "value" in variable:

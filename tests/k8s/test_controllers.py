@@ -114,11 +114,8 @@ def test_an_image_that_comes_late_is_pulled_by_the_kubelets_back_off(image_at_s,
 
 def bound_of(kind):
     """Return how long the pods of a kind's file wait for their head; the bound is the same for all."""
-    [bound_s] = {
-        int(pod.env["RDZV_TIMEOUT_S"])
-        for pod in simulation.pods(kind, load(f"{kind}.yaml"))
-        if "RDZV_TIMEOUT_S" in pod.env
-    }
+    envs = [pod.env for pod in simulation.pods(kind, load(f"{kind}.yaml"))]
+    [bound_s] = {int(env["RDZV_TIMEOUT_S"]) for env in envs if "RDZV_TIMEOUT_S" in env}
     return bound_s
 
 
@@ -154,9 +151,7 @@ def test_a_head_that_never_starts_is_waited_for_four_times_at_most(kind):
     else:
         job = PyTorchJob(spec_of(kind, NODES))
         rounds = [job.fail(gave_up) for _ in range(4)]
-        assert rounds[0] is (kind == "pytorchjob"), (
-            "the elastic job allows 6 restarts, of whatever number of nodes"
-        )
+        assert rounds[0] is (kind == "pytorchjob"), "the elastic job allows 6 restarts, of any number of nodes"
         assert rounds[-1] is False
 
 

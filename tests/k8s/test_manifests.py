@@ -73,13 +73,18 @@ def test_no_image_is_pulled_from_a_name_that_somebody_else_may_own(kind):
 def test_an_image_in_an_edited_file_is_used(monkeypatch, kind, recipe, expected):
     """Unless it is not the recipe's image."""
     text = (ROOT / "k8s" / f"{kind}.yaml").read_text()
-    documents = parse(re.sub(r"registry\.invalid/\S+", "mine:1", text))
-    monkeypatch.setattr(manifest, "load", lambda file: copy.deepcopy(documents))
+    edited(monkeypatch, parse(re.sub(r"registry\.invalid/\S+", "mine:1", text)))
     for image in (None, "a/b:1"):
         for template in pod_templates(rendered(kind, recipe, image=image)):
             found = (one(template["spec"])["image"], one(template["spec"])["imagePullPolicy"])
             own = (expected, "IfNotPresent") if expected else ("cluster-recipes/apex:latest", "Never")
             assert found == ((image, "IfNotPresent") if image else own)
+
+
+def edited(monkeypatch, documents):
+    """Let documents stand in the file of a kind, and return them: a test may go on to change them."""
+    monkeypatch.setattr(manifest, "load", lambda file: copy.deepcopy(documents))
+    return documents
 
 
 def edit_args(monkeypatch, old, new):
@@ -91,9 +96,8 @@ def edit_args(monkeypatch, old, new):
 
 def test_arguments_of_an_edited_file_are_kept(monkeypatch):
     """Values in separate words are kept too; only options that the command line replaces are dropped."""
-    edit_args(
-        monkeypatch, "- --name=ddp", '- --epochs\n            - "90"\n            - --name\n            - old'
-    )
+    new = "\n            ".join(("- --epochs", '- "90"', "- --name", "- old"))
+    edit_args(monkeypatch, "- --name=ddp", new)
     kept = ["--epochs", "90", "--resume=auto", "--runs-dir=/runs", "--data-dir=/data", "--device=cuda"]
     for recipe, gpus, words in (
         ("ddp", None, ["ddp", "--name=mine", *kept]),
@@ -246,9 +250,8 @@ def test_what_is_no_quantity(text):
 
 def test_requests_do_not_exceed_limits():
     resources = {"requests": {"memory": "9Gi"}, "limits": {"memory": "8Gi"}}
-    assert list(schemas.resource_faults({"resources": resources})) == [
-        ".resources: the request of memory is above its limit"
-    ]
+    [fault] = schemas.resource_faults({"resources": resources})
+    assert fault == ".resources: the request of memory is above its limit"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -274,15 +277,17 @@ def test_pods_differ_in_nothing_but_their_part():
         assert all(spec[key] == specs[0][key] for spec in specs)
     containers = [one(spec) for spec in specs]
     assert all(container["securityContext"] == containers[0]["securityContext"] for container in containers)
-    assert all(
-        container["workingDir"] == "/opt/cluster-recipes" for container in containers if "args" in container
-    )
-    assert {volume["persistentVolumeClaim"]["claimName"] for spec in specs for volume in spec["volumes"][2:]} == {
-        document["metadata"]["name"] for document in load("cluster.yaml")[1:]
-    }
+    folders = {container["workingDir"] for container in containers if "args" in container}
+    assert folders == {"/opt/cluster-recipes"}
+    volumes = [volume for spec in specs for volume in spec["volumes"][2:]]
+    claims = {document["metadata"]["name"] for document in load("cluster.yaml")[1:]}
+    assert {volume["persistentVolumeClaim"]["claimName"] for volume in volumes} == claims
     names = [document["metadata"]["name"] for name in FILES for document in load(name)]
     for name in ("ddp-elastic", "horovod", "doctor"):
         assert name in names
+
+
+PROCESSES = {"NPROC_PER_NODE", "PET_NPROC_PER_NODE"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -290,8 +295,7 @@ def test_pods_differ_in_nothing_but_their_part():
 def test_a_node_has_as_many_gpus_as_processes(kind, gpus):
     pods = simulation.pods(kind, rendered(kind, gpus=gpus))
     counts = {one(pod.spec).get("resources", {}).get("limits", {}).get(GPU) for pod in pods}
-    names = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE")
-    processes = {pod.env[name] for pod in pods for name in names if name in pod.env}
+    processes = {pod.env[name] for pod in pods for name in PROCESSES & {*pod.env}}
     expected = {None: 1, 0: None, 4: 4}[gpus]
     assert counts - {None} == ({expected} if expected else set())
     assert processes == {str(expected or 1)}
@@ -301,8 +305,7 @@ def test_a_node_has_as_many_gpus_as_processes(kind, gpus):
 @pytest.mark.parametrize("recipe", ["single", "dataparallel"])
 def test_a_recipe_of_one_process_is_one_process_with_all_gpus(kind, recipe):
     [pod] = simulation.pods(kind, rendered(kind, recipe, nodes=1, gpus=4))
-    names = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE")
-    assert {pod.env[name] for name in names if name in pod.env} == {"1"}
+    assert {pod.env[name] for name in PROCESSES & {*pod.env}} == {"1"}
     assert one(pod.spec)["resources"]["limits"][GPU] == 4
 
 
@@ -314,9 +317,8 @@ def test_sizes_of_a_node_grow_with_its_gpus(kind):
         pods = simulation.pods(kind, rendered(kind, gpus=gpus))
         resources, spec = one(pods[-1].spec)["resources"], pods[-1].spec
         amounts = [*resources["requests"].values(), resources["limits"]["memory"]]
-        sizes[gpus] = [
-            int(schemas.quantity(size)) for size in (*amounts, spec["volumes"][0]["emptyDir"]["sizeLimit"])
-        ]
+        shared_memory = spec["volumes"][0]["emptyDir"]["sizeLimit"]
+        sizes[gpus] = [int(schemas.quantity(size)) for size in (*amounts, shared_memory)]
         assert amounts[1] == amounts[2], "memory is requested up to its limit"
         disks.add(spec["volumes"][1]["emptyDir"]["sizeLimit"])
     assert sizes[1] == sizes[None]
@@ -335,21 +337,12 @@ def test_sizes_of_a_node_grow_with_its_gpus(kind):
 )
 def test_sizes_of_an_edited_file_follow_its_number_of_gpus(monkeypatch, gpus, expected):
     """The file was edited for nodes with 8 GPUs."""
-
-    load = manifest.load
-
-    def load_edited(file):
-        documents = load(file)
-        spec = documents[-1]["spec"]["template"]["spec"]
-        resources = spec["containers"][0]["resources"]
-        resources["requests"] = {"cpu": "64", "memory": "250Gi"}
-        resources["limits"] = {"memory": "250Gi", GPU: 8}
-        spec["volumes"][0]["emptyDir"]["sizeLimit"] = "60Gi"
-        spec["volumes"][0]["name"] = "dshm"
-        spec["volumes"].insert(0, {"name": "models", "hostPath": {"path": "/models"}})
-        return documents
-
-    monkeypatch.setattr(manifest, "load", load_edited)
+    spec = edited(monkeypatch, load("indexed-job.yaml"))[-1]["spec"]["template"]["spec"]
+    resources = {"requests": {"cpu": "64", "memory": "250Gi"}, "limits": {"memory": "250Gi", GPU: 8}}
+    one(spec)["resources"].update(resources)
+    spec["volumes"][0]["emptyDir"]["sizeLimit"] = "60Gi"
+    spec["volumes"][0]["name"] = "dshm"
+    spec["volumes"].insert(0, {"name": "models", "hostPath": {"path": "/models"}})
     spec = rendered(gpus=gpus)[-1]["spec"]["template"]["spec"]
     resources, shm = one(spec)["resources"], spec["volumes"][1]["emptyDir"]["sizeLimit"]
     assert (resources["requests"]["cpu"], resources["requests"]["memory"], shm) == expected
@@ -359,19 +352,10 @@ def test_sizes_of_an_edited_file_follow_its_number_of_gpus(monkeypatch, gpus, ex
 @pytest.mark.parametrize("kind", KINDS)
 def test_gpus_that_the_manifest_does_not_limit_are_refused(monkeypatch, kind):
     """As without GPUs in an edited file, or with COMPONENTS=cpu-only: 8 processes would train on the CPU."""
-    load = manifest.load
-
-    def load_edited(file):
-        documents = load(file)
-        for template in manifest.pod_templates(documents):
-            for resources in (
-                template["spec"]["containers"][0].get("resources", {}),
-                documents[-1]["spec"].get("trainer", {}).get("resourcesPerNode", {}),
-            ):
-                resources.get("limits", {}).pop(GPU, None)
-        return documents
-
-    monkeypatch.setattr(manifest, "load", load_edited)
+    documents = edited(monkeypatch, load(f"{kind}.yaml"))
+    found = [one(template["spec"]).get("resources", {}) for template in pod_templates(documents)]
+    for resources in (*found, documents[-1]["spec"].get("trainer", {}).get("resourcesPerNode", {})):
+        resources.get("limits", {}).pop(GPU, None)
     with pytest.raises(UserError, match=r"^GPUS 8: the manifest has no limit of nvidia.com/gpu; add one"):
         rendered(kind, gpus=8)
     rendered(kind, gpus=0)
@@ -380,12 +364,7 @@ def test_gpus_that_the_manifest_does_not_limit_are_refused(monkeypatch, kind):
 @pytest.mark.parametrize(
     ("quantity", "expected"),
     [
-        ("1.5Gi", "4.5Gi"),
-        ("0.5", "1.5"),
-        ("0.25", "0.75"),
-        ("500m", "1500m"),
-        (8, "24"),
-        (1.5, "4.5"),
+        *(("1.5Gi", "4.5Gi"), ("0.5", "1.5"), ("0.25", "0.75"), ("500m", "1500m"), (8, "24"), (1.5, "4.5")),
         ("1e3", "3000"),
     ],
 )
@@ -415,10 +394,7 @@ def device_of(pod):
 @pytest.mark.parametrize(
     ("gpus", "options", "expected"),
     [
-        (None, [], "cuda"),
-        (4, [], "cuda"),
-        (0, [], "auto"),
-        (4, ["--device=cpu"], "cpu"),
+        *((None, [], "cuda"), (4, [], "cuda"), (0, [], "auto"), (4, ["--device=cpu"], "cpu")),
         (0, ["--device=cuda"], "cuda"),
     ],
 )
@@ -504,9 +480,8 @@ def test_there_are_all_components():
 
 
 def need_kubectl():
-    require(
-        "kubectl", shutil.which("kubectl"), "it is not there (no cluster is needed)", "put kubectl on the PATH"
-    )
+    why = "it is not there (no cluster is needed)"
+    require("kubectl", shutil.which("kubectl"), why, "put kubectl on the PATH")
 
 
 @pytest.mark.parametrize(
@@ -547,9 +522,8 @@ def test_components_change_every_kind(kind):
     assert {template["metadata"]["annotations"][key] for template in on_all} == {"false"}
     assert all(template["spec"]["imagePullSecrets"] == [{"name": "registry"}] for template in on_all)
     assert [template["spec"].get("runtimeClassName") for template in on_nodes] == ["nvidia"]
-    assert ["kueue.x-k8s.io/podset-preferred-topology" in one["metadata"]["annotations"] for one in on_nodes] == [
-        True
-    ]
+    key = "kueue.x-k8s.io/podset-preferred-topology"
+    assert [key in template["metadata"]["annotations"] for template in on_nodes] == [True]
     if kind == "trainjob":
         pod_group = simulation.named(documents, "TrainingRuntime")["spec"]["podGroupPolicy"]
         assert pod_group == {"coscheduling": {"scheduleTimeoutSeconds": 600}}
@@ -582,10 +556,8 @@ def is_launcher(template):
 def test_pods_on_gke_have_their_networks_and_what_the_node_brings(kind):
     """No standard allows its hostPath volumes; nothing else is wrong with it."""
     documents = build(f"{kind}.yaml", "safe-to-evict", "gke-rdma")
-    assert check_faults(f"{kind}.yaml", documents) == [
-        "volume gib is of no allowed type",
-        "volume driver is of no allowed type",
-    ]
+    faults = [f"volume {name} is of no allowed type" for name in ("gib", "driver")]
+    assert check_faults(f"{kind}.yaml", documents) == faults
     [template] = [template for template in pod_templates(documents) if not is_launcher(template)]
     annotations = template["metadata"]["annotations"]
     assert annotations["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false", "both are there"

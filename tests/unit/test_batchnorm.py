@@ -182,14 +182,12 @@ def test_code_that_reads_numbers_is_not_tried_on_one_sample_without_weights(read
     check_parts(model, ARGS, ARGS.global_batch_size, Data.of_images(split, split, 1, 3, 2))
 
 
-SMALL = (
-    "--global-batch-size {} is too small for {} processes x {} accumulation steps x a group of {}; use at least {}"
-)
+SMALL = "--global-batch-size {} is too small for {} processes x {} accumulation steps x a group of {}; use"
 REFUSED = {
     (24, 5, 1, 1): "--global-batch-size 24 does not divide into groups of --batchnorm-group 5; use 20 or 25",
-    (24, 4, 4, 2): SMALL.format(24, 4, 2, 4, "32 or --batchnorm-group 3"),
-    (26, 13, 9, 1): SMALL.format(26, 9, 1, 13, "117 or --batchnorm-group 2"),
-    (24, 24, 24, 1): SMALL.format(24, 24, 1, 24, "576"),
+    (24, 4, 4, 2): f"{SMALL.format(24, 4, 2, 4)} at least 32 or --batchnorm-group 3",
+    (26, 13, 9, 1): f"{SMALL.format(26, 9, 1, 13)} at least 117 or --batchnorm-group 2",
+    (24, 24, 24, 1): f"{SMALL.format(24, 24, 1, 24)} at least 576",
 }
 """For each case: global batch size, group size, processes and passes."""
 
@@ -201,11 +199,8 @@ def test_shares_without_a_whole_group_are_refused_with_sizes_that_work(case, mes
     with pytest.raises(UserError) as caught:
         check_batch(args, world_size, 1000)
     assert str(caught.value) == message
-
-
-@pytest.mark.parametrize("world_size", [1, 4, 5, 6])
-def test_any_number_of_ranks_that_each_have_a_group_will_do(world_size):
-    check_batch(ARGS, world_size, 1000)
+    for enough in (1, 4, 5, 6):
+        check_batch(ARGS, enough, 1000)
 
 
 def test_microbatches_without_a_whole_group_are_refused_with_sizes_that_work():

@@ -44,6 +44,7 @@ from tests.conftest import refused
 from tests.support import is_equal, newest_checkpoint, train
 
 ARGS = options([])
+FIX = "fix this, then add --resume auto"
 
 
 def content(step, accuracy=0.5):
@@ -77,18 +78,9 @@ def test_what_is_written_is_read(folder):
     assert is_equal(read, written)
     assert read["position"] == {"step": 40, "epoch": 4, "averages": {"test_accuracy": 0.5}, "best_score": 0.5}
     assert read["format"] == FORMAT
-    assert read["options"] == {
-        "data": "digits",
-        "image_size": 224,
-        "num_samples": 2048,
-        "seq_len": 128,
-        "shuffle_block": 1,
-        "model": "lenet",
-        "task": "auto",
-        "optimizer": "sgd",
-        "global_batch_size": 64,
-        "seed": 0,
-    }
+    data = {"data": "digits", "image_size": 224, "num_samples": 2048, "seq_len": 128, "shuffle_block": 1}
+    model = {"model": "lenet", "task": "auto", "optimizer": "sgd", "global_batch_size": 64, "seed": 0}
+    assert read["options"] == data | model
 
 
 def test_cut_at_any_byte_it_never_loads(folder):
@@ -213,10 +205,9 @@ def test_none_good_is_an_error(folder, capsys):
     for path in folder.paths():
         path.write_bytes(path.read_bytes()[:-10])
     before = files(folder.folder)
+    said = r"none of the 3 checkpoints in .* is good; .*--overwrite and --resume none"
     for _ in range(2):  # the second launch finds the same as the first
-        with pytest.raises(
-            UserError, match=r"none of the 3 checkpoints in .* is good; .*--overwrite and --resume none"
-        ):
+        with pytest.raises(UserError, match=said):
             read_newest(folder, set_aside=True)
         assert len(capsys.readouterr().err.splitlines()) == 3
     assert files(folder.folder) == before
@@ -361,12 +352,7 @@ def test_leftover_temporary_files_are_removed(folder):
         (folder.folder / name).write_bytes(b"cut")
     assert read_newest(folder, set_aside=True)[1]["position"]["step"] == 30
     folder.write(content(40), is_best=True)
-    assert sorted(os.listdir(folder.folder)) == [
-        "best.pt",
-        "step-000000020.pt",
-        "step-000000030.pt",
-        "step-000000040.pt",
-    ]
+    assert sorted(os.listdir(folder.folder)) == ["best.pt", *(f"step-0000000{step}.pt" for step in (20, 30, 40))]
 
 
 def test_a_failed_write_leaves_what_was_there(folder, monkeypatch):
@@ -407,9 +393,8 @@ def test_a_file_system_that_cannot_flush_folders_takes_checkpoints(folder, monke
 def test_what_could_not_be_flushed_is_not_called_intact(folder, monkeypatch):
     refuse_folders(monkeypatch, errno.EIO)
     newest = folder.paths()[0]
-    with refused(
-        f"cannot write {folder.folder}/step-000000040.pt: Input/output error; {newest} is intact: fix this"
-    ):
+    said = f"cannot write {folder.folder}/step-000000040.pt: Input/output error; {newest} is intact: fix this"
+    with refused(said):
         folder.write(content(40))
 
 
@@ -470,9 +455,7 @@ def test_a_checkpoint_from_before_an_option_had_its_default(folder):
 def test_an_option_of_a_newer_version_is_one_line(folder):
     newer = content(10)
     newer["options"] = {**newer["options"], "rotary": "yes"}
-    with pytest.raises(
-        UserError, match=r" was written with --rotary yes, which this version does not support; resume"
-    ):
+    with refused(" was written with --rotary yes, which this version does not support; resume"):
         check_options(options([]), newer, folder.paths()[0])
 
 
@@ -501,32 +484,37 @@ def test_position_of_a_longer_run(step, epoch, total_steps, expected):
     assert position_of(packed, steps_per_epoch=10, total_steps=total_steps).epoch == expected
 
 
-def test_the_best_score_is_remembered():
+@pytest.mark.parametrize(
+    ("scores", "are_best", "best"),
+    [
+        ((-0.5, -0.6, -0.5, 0.6), [True, False, False, True], 0.6),  # a loss counts negatively
+        # An evaluation that overflows gives no number; later scores are compared with those before it.
+        ((math.nan, -0.5, math.nan, -0.4), [False, True, False, True], -0.4),
+    ],
+)
+def test_the_best_score_is_remembered(scores, are_best, best):
     position = Position()
-    scores = (-0.5, -0.6, -0.5, 0.6)  # a loss counts negatively
-    found = [position.record_evaluation({"test_loss": -score}, score) for score in scores]
-    assert found == [True, False, False, True]
-    assert (position.epoch, position.averages, position.best_score) == (4, {"test_loss": -0.6}, 0.6)
+    assert [position.record_evaluation({"test_loss": -score}, score) for score in scores] == are_best
+    assert (position.epoch, position.averages, position.best_score) == (4, {"test_loss": -best}, best)
 
 
-def test_a_score_that_is_no_number_is_never_the_best():
-    """An evaluation that overflows gives such a score; later scores are compared with those before it."""
-    position = Position()
-    scores = (math.nan, -0.5, math.nan, -0.6, -0.4)
-    assert [position.record_evaluation({}, score) for score in scores] == [False, True, False, False, True]
-    assert position.best_score == -0.4
+@pytest.fixture
+def late(folder, monkeypatch):
+    """Return a writer that writes nothing before an event, the event, and what it was given so far."""
+    begun, go, write = [], threading.Event(), folder.write
 
-
-def test_training_goes_on_from_the_moment_of_the_copy(folder, monkeypatch):
-    """Changes made while the file is written do not get into it."""
-    go, write = threading.Event(), folder.write
-
-    def write_late(*arguments):
+    def write_late(given, is_best):
+        begun.append(given)
         assert go.wait(20)
-        return write(*arguments)
+        return write(given, is_best)
 
     monkeypatch.setattr(folder, "write", write_late)
-    writer = CheckpointWriter(folder.write, on_error=pytest.fail)
+    return CheckpointWriter(folder.write, on_error=pytest.fail), go, begun
+
+
+def test_training_goes_on_from_the_moment_of_the_copy(folder, late):
+    """Changes made while the file is written do not get into it."""
+    writer, go, _ = late
     first = content(40)
     expected = copy.deepcopy(first)
     writer.begin(first)
@@ -541,17 +529,8 @@ def test_training_goes_on_from_the_moment_of_the_copy(folder, monkeypatch):
     assert len(writer.stalls_s) == 1
 
 
-def test_a_second_checkpoint_waits_for_the_first_and_takes_its_memory(folder, monkeypatch):
-    begun, go, write = [], threading.Event(), folder.write
-
-    def write_late(given, is_best):
-        begun.append(given)
-        assert go.wait(20)
-        assert given["position"]["step"] == len(begun) * 10 + 30
-        return write(given, is_best)
-
-    monkeypatch.setattr(folder, "write", write_late)
-    writer = CheckpointWriter(folder.write, on_error=pytest.fail)
+def test_a_second_checkpoint_waits_for_the_first_and_takes_its_memory(folder, late):
+    writer, go, begun = late
     second = content(50)
     wanted = copy.deepcopy(second)
     writer.begin(content(40))
@@ -589,10 +568,7 @@ def test_a_tied_weight_is_copied_and_written_once(folder):
     [
         (UserError("the disk is full"), "the disk is full"),
         (RuntimeError("Broken pipe\nat x"), "lost another rank while a checkpoint was written: Broken pipe"),
-        (
-            pickle.PicklingError("Can't pickle"),
-            "cannot write a checkpoint: PicklingError: Can't pickle; fix this, then add --resume auto",
-        ),
+        (pickle.PicklingError("no"), f"cannot write a checkpoint: PicklingError: no; {FIX}"),
     ],
     ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
 )

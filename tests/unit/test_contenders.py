@@ -45,9 +45,7 @@ def test_nothing_of_a_contender_outlives_its_time_limit(monkeypatch, tmp_path):
     with pytest.raises(RuntimeError, match="ended with status 137:\ntook longer than 1 s"):
         programs.run(["bash", "-c", f"sleep 60 & echo $! > {pid}; wait"])
     sleeping = int(pid.read_text())
-    wait_until(
-        lambda: not psutil.pid_exists(sleeping) or has_ended(psutil.Process(sleeping)), 5, "the sleep has ended"
-    )
+    wait_until(lambda: not psutil.pid_exists(sleeping) or has_ended(psutil.Process(sleeping)), 5, "its end")
 
 
 @pytest.mark.parametrize("after", ["", "\n", "[Gloo] Rank 0 is connected to 1 peer ranks\n", "12\n"])

@@ -43,10 +43,8 @@ def test_digits_are_the_real_ones():
 
 
 def test_digits_without_scikit_learn_or_its_file_are_one_line(monkeypatch, tmp_path):
-    spec, path = (
-        SimpleNamespace(submodule_search_locations=[str(tmp_path)]),
-        tmp_path / "datasets/data/digits.csv.gz",
-    )
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    path = tmp_path / "datasets/data/digits.csv.gz"
     for found, said in (
         (None, "--data digits needs scikit-learn; install it with `pip install scikit-learn`"),
         (spec, f"--data digits: cannot read {path}: .*; reinstall scikit-learn"),
@@ -242,9 +240,7 @@ def test_a_damaged_file_is_refused(cifar):
 
 @pytest.mark.parametrize("name", ["fashion-mnist", "cifar10"])
 def test_missing_data_are_refused(tmp_path, name):
-    with pytest.raises(
-        UserError, match=f"{name} is missing or damaged in --data-dir .*; add --download to fetch it"
-    ):
+    with pytest.raises(UserError, match=f"{name} is missing or damaged in --data-dir .*; add --download to fetch"):
         load("--data", name, "--data-dir", str(tmp_path / "none"))
 
 
@@ -367,7 +363,5 @@ class TestImageFolder:
         ((_, labels),) = data.train.batches([torch.tensor([0])], 0)
         assert labels.tolist() == [SKIPPED]
         path = tmp_path / "train" / "a" / "0.jpg"
-        assert [str(error) for error in told] == [
-            f"cannot read {path}: Stale file handle; fix this, then add --resume auto"
-        ]
+        assert list(map(str, told)) == [f"cannot read {path}: Stale file handle; fix this, then add --resume auto"]
         assert data.train.skipped == 0

@@ -25,6 +25,7 @@ from recipes.common.errors import UserError
 from recipes.common.seeding import mix
 from recipes.common.task import SKIPPED
 from recipes.single.train import options
+from tests.support import write_program
 
 CPU = torch.device("cpu")
 WIDTH, HEIGHT = 83, 61
@@ -94,10 +95,8 @@ def decoder(request, monkeypatch):
 
 @pytest.mark.usefixtures("decoder")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_part_has_the_pixels_of_the_whole(tmp_path, kind):
+def test_a_part_has_the_pixels_of_the_whole(kind):
     content = KINDS[kind]()
-    path = tmp_path / "image.jpg"
-    path.write_bytes(content)
     with Image.open(io.BytesIO(content)) as image:
         expected = np.array(image.convert("RGB"))
     chance = random.Random(0)
@@ -107,7 +106,7 @@ def test_a_part_has_the_pixels_of_the_whole(tmp_path, kind):
         boxes.append(Box(left, top, chance.randint(1, WIDTH - left), chance.randint(1, HEIGHT - top)))
     for box in boxes:
         asked = []
-        part = decode(read(str(path)), lambda *size, box=box, asked=asked: (asked.append(size), box)[1])
+        part = decode(content, lambda *size, box=box, asked=asked: (asked.append(size), box)[1])
         assert set(asked) == {(WIDTH, HEIGHT)}
         assert part.dtype == torch.uint8
         inside = expected[box.top : box.top + box.height, box.left : box.left + box.width]
@@ -115,14 +114,13 @@ def test_a_part_has_the_pixels_of_the_whole(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["4:2:0", "progressive"])
-def test_plain_jpegs_are_decoded_in_part(tmp_path, monkeypatch, kind):
+def test_plain_jpegs_are_decoded_in_part(monkeypatch, kind):
     """Otherwise the tests above would pass without partial decoding."""
     if not images.import_nvimgcodec():
         pytest.skip("nvidia-nvimgcodec-cu13 is not made for this system")
+    content = KINDS[kind]()
     monkeypatch.setattr(Image, "open", None)
-    path = tmp_path / "image.jpg"
-    path.write_bytes(KINDS[kind]())
-    assert decode(read(str(path)), lambda *_: Box(3, 5, 7, 9)).shape == (9, 7, 3)
+    assert decode(content, lambda *_: Box(3, 5, 7, 9)).shape == (9, 7, 3)
 
 
 class VisibleGPUs:
@@ -150,38 +148,32 @@ def test_workers_that_decode_see_no_gpu(monkeypatch):
 @pytest.mark.usefixtures("decoder")
 @pytest.mark.parametrize("share", [0, 0.01, 0.2, 0.5, 0.9, 0.99])
 @pytest.mark.parametrize("kind", ["4:2:0", "progressive", "grey", "PNG"])
-def test_a_cut_file_is_a_fault_wherever_the_crop_is(tmp_path, kind, share):
+def test_a_cut_file_is_a_fault_wherever_the_crop_is(kind, share):
     content = KINDS[kind]()
-    path = tmp_path / "image.jpg"
-    path.write_bytes(content[: int(len(content) * share)])
     with pytest.raises(BAD_IMAGE):
-        decode(read(str(path)), lambda *_: Box(0, 0, 4, 4))
+        decode(content[: int(len(content) * share)], lambda *_: Box(0, 0, 4, 4))
 
 
-def test_grey_of_16_bits_keeps_its_upper_8(tmp_path):
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_grey_of_16_bits_keeps_its_upper_8(kind):
     """Pillow's own conversion turns all values above 255, and so nearly every 16-bit image, white."""
     values = np.linspace(0, 65535, 20, dtype=np.uint16).reshape(4, 5)
-    for kind, high in (("png", 255), ("tiff", 255)):
-        Image.fromarray(values).save(tmp_path / f"image.{kind}")
-        pixels = decode(read(str(tmp_path / f"image.{kind}")), imagefolder.whole_box)
-        assert np.array_equal(pixels.numpy(), np.repeat((values >> 8)[..., None], 3, axis=2))
-        assert int(pixels.max()) == high
+    pixels = decode(encoded(Image.fromarray(values), format=kind), whole_box)
+    assert np.array_equal(pixels.numpy(), np.repeat((values >> 8)[..., None], 3, axis=2))
+    assert int(pixels.max()) == 255
 
 
 @pytest.mark.parametrize("kind", [np.int32, np.float32])
-def test_values_of_32_bits_are_those_of_8_or_a_fault(tmp_path, kind):
+def test_values_of_32_bits_are_those_of_8_or_a_fault(kind):
     values = np.linspace(0, 255, 20).astype(kind).reshape(4, 5)
-    Image.fromarray(values).save(tmp_path / "image.tiff")
-    pixels = decode(read(str(tmp_path / "image.tiff")), imagefolder.whole_box)
+    pixels = decode(encoded(Image.fromarray(values), format="TIFF"), whole_box)
     assert np.array_equal(pixels[..., 0].numpy(), values.astype(np.uint8))
-    Image.fromarray(values * 2).save(tmp_path / "image.tiff")
     with pytest.raises(ValueError, match=r"its values of 32 bits are 0.* to 510.*, not 0 to 255"):
-        decode(read(str(tmp_path / "image.tiff")), imagefolder.whole_box)
+        decode(encoded(Image.fromarray(values * 2), format="TIFF"), whole_box)
 
 
 @pytest.mark.usefixtures("decoder")
 def test_what_is_no_image_is_a_fault(tmp_path):
-    path = tmp_path / "image.jpg"
     for content in (
         b"",
         b"x",
@@ -192,9 +184,8 @@ def test_what_is_no_image_is_a_fault(tmp_path):
         # The place of the pixels as a quotient, for which Pillow raises a TypeError.
         patched(encoded(picture(), format="TIFF"), struct.pack("<HH", 273, 4), struct.pack("<HH", 273, 5)),
     ):
-        path.write_bytes(content)
         with pytest.raises(BAD_IMAGE):
-            decode(read(str(path)), whole_box)
+            decode(content, whole_box)
     with pytest.raises(BAD_IMAGE):
         decode(read(str(tmp_path / "none.jpg")), whole_box)
 
@@ -202,8 +193,7 @@ def test_what_is_no_image_is_a_fault(tmp_path):
 def test_no_image_is_run_as_a_program(tmp_path, monkeypatch):
     """Pillow lets Ghostscript run EPS files, whatever their names; those of a server may be anybody's."""
     monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # as in a new process
-    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/has-run\n")
-    (tmp_path / "gs").chmod(0o755)
+    write_program(tmp_path / "gs", f"#!/bin/sh\ntouch {tmp_path}/has-run")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     with pytest.raises(BAD_IMAGE):
         decode(encoded(picture(), format="EPS"), whole_box)
@@ -216,12 +206,11 @@ def test_other_formats_are_read_whatever_the_name_of_a_file(kind):
 
 
 @pytest.mark.usefixtures("decoder")
-def test_an_image_of_too_many_pixels_is_a_fault(tmp_path, monkeypatch):
-    path = tmp_path / "image.jpg"
-    path.write_bytes(KINDS["4:2:0"]())
+def test_an_image_of_too_many_pixels_is_a_fault(monkeypatch):
+    content = KINDS["4:2:0"]()
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", WIDTH * HEIGHT // 3)
     with pytest.raises(Image.DecompressionBombError):
-        decode(read(str(path)), whole_box)
+        decode(content, whole_box)
 
 
 class TestCrops:
@@ -262,14 +251,12 @@ class TestCrops:
             sides[(left > right) - (left < right)] += 1
         assert abs(sides[1] - sides[-1]) < 4 * 20  # 20: the standard deviation of 400 fair coins' difference
 
-    def test_pixels_are_those_of_torchvision(self, tmp_path):
-        path = tmp_path / "image.jpg"
-        path.write_bytes(KINDS["4:2:0"]())
-        with Image.open(path) as image:
-            rgb = image.convert("RGB")
+    def test_pixels_are_those_of_torchvision(self):
+        content = KINDS["4:2:0"]()
+        rgb = Image.open(io.BytesIO(content)).convert("RGB")
         for i in range(20):
             box = random_box(WIDTH, HEIGHT, random.Random(i))
-            ours = resize(decode(read(str(path)), lambda *_, box=box: box), 32, 32)
+            ours = resize(decode(content, lambda *_, box=box: box), 32, 32)
             left, top, width, height = box
             theirs = v2.functional.resized_crop(rgb, top, left, height, width, [32, 32], antialias=True)
             assert np.abs(ours.numpy().astype(int) - np.array(theirs)).max() <= 1
@@ -282,26 +269,20 @@ class TestCrops:
         assert isinstance(ours, OnGPU) == (place == "GPU")
         assert (ours.as_subclass(torch.Tensor).int() - resize(image, size, size).int()).abs().max() <= 1
 
-    @pytest.mark.parametrize(
-        ("width", "height"), [(83, 61), (61, 83), (50, 50), (300, 31), (400, 10), (7, 400), (1, 900)]
-    )
-    def test_the_view_for_evaluation_is_that_of_torchvision(self, width, height):
-        image = picture().resize((width, height))
+    @pytest.mark.parametrize("size", [(83, 61), (61, 83), (50, 50), (300, 31), (400, 10), (7, 400), (1, 900)])
+    def test_the_view_for_evaluation_is_that_of_torchvision(self, size):
+        image = picture().resize(size)
         theirs = v2.Compose([v2.Resize(round(32 * 256 / 224)), v2.CenterCrop(32)])(image)
         ours = centre_crop(torch.from_numpy(np.array(image)), 32)
         assert np.abs(ours.numpy().astype(int) - np.array(theirs)).max() <= 1
 
     def test_a_thin_image_takes_little_memory(self, monkeypatch):
         """Scaled as a whole, this one would take 12 GB."""
-        sizes = []
-
-        def noting_resize(pixels, height, width):
-            sizes.append(3 * height * width)
-            return resize(pixels, height, width)
-
-        monkeypatch.setattr(imagefolder, "resize", noting_resize)
+        noted = Mock(side_effect=resize)
+        monkeypatch.setattr(imagefolder, "resize", noted)
         assert centre_crop(torch.full((65_000, 1, 3), 7, dtype=torch.uint8), 224).eq(7).all()
-        assert sizes == [3 * 32 * 256 * 256]
+        [(_, height, width)] = [call.args for call in noted.call_args_list]
+        assert height * width == 32 * 256 * 256
 
 
 BOXES = [Box(116, 21, 351, 328), Box(200, 100, 237, 186), Box(211, 132, 213, 226)]

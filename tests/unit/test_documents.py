@@ -21,17 +21,12 @@ from scripts.doctor import gpus
 from scripts.drill import __main__ as drill
 from scripts.plan import __main__ as plan
 from slurm import submit
-from tests.support import ROOT
+from tests.support import ROOT, run_command
 from tests.unit.test_evidence import faults
 
 GIT = shutil.which("git") or "true"  # an archive has no .git folder, and its user may have no git
-LISTED = subprocess.run(
-    [GIT, "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-    timeout=30,
-).stdout.split()
+LIST = [GIT, "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
+LISTED = subprocess.run(LIST, cwd=ROOT, capture_output=True, text=True, timeout=30).stdout.split()
 DOCUMENTS = LISTED or [path.name for path in ROOT.glob("*.md")]
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.MULTILINE)
@@ -121,12 +116,8 @@ def test_every_target_of_make_exists(name):
 def test_every_flag_exists(name):
     known = known_flags() | OTHERS_FLAGS
     for code in code_of(text_of(name)):
-        lines = [
-            line
-            for line in code.splitlines()
-            if not re.match(r"\s*(pip|docker|kubectl|helm|kind|git|uv|sbatch|srun) ", line)
-        ]
-        for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", "\n".join(lines)):
+        own = re.sub(r"^\s*(pip|docker|kubectl|helm|kind|git|uv|sbatch|srun) .*", "", code, flags=re.MULTILINE)
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", own):
             assert flag in known, f"{name}: {flag}"
 
 
@@ -175,9 +166,7 @@ def test_the_lines_to_edit_are_those_that_the_sbatch_files_mark():
 
 
 def test_make_help_lists_every_target_in_groups():
-    shown = subprocess.run(
-        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
-    ).stdout.splitlines()
+    shown = run_command("make", "--no-print-directory", "help", check=True).stdout.splitlines()
     named = [line.split() for line in shown if re.match(r"  \S", line)]
     assert [words[0] for words in named] == TARGETS
     assert all(len(words) > 2 for words in named), "each with its help"
@@ -188,9 +177,7 @@ def test_make_help_lists_every_target_in_groups():
 
 
 def test_make_list_names_every_recipe_in_a_line():
-    shown = subprocess.run(
-        ["make", "--no-print-directory", "list"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
-    ).stdout
+    shown = run_command("make", "--no-print-directory", "list", check=True).stdout
     assert [line.split()[0] for line in shown.splitlines()] == RECIPES
     assert all(len(line.split()) > 3 for line in shown.splitlines())
 

@@ -270,7 +270,6 @@ def test_a_trial_that_breaks_is_a_failure_and_no_end_of_the_drill(tmp_path, monk
 
 def test_a_fault_that_cannot_be_prepared_is_not_survived(monkeypatch, tmp_path):
     """The others are still planted, and nothing that was not done is undone."""
-
     monkeypatch.setattr(plants, "prepare_clock", Mock(side_effect=subprocess.CalledProcessError(1, ["cc"])))
     one = trial.Trial(trial.Setting(2, 0, 400, tmp_path, None), "clock", 1, tmp_path)
     assert one.run().failure.startswith("CalledProcessError: Command '['cc']' returned")

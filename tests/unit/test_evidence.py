@@ -232,15 +232,9 @@ REPORT = """<testsuite timestamp="2026-01-31T10:00:00"><properties><property nam
         (None, "report.xml is not a report of these tests ([Errno 2] No such file"),
         ("<testsuites", "report.xml is not a report of these tests (unclosed token"),
         ("<testsuites/>", "report.xml is not a report of these tests ("),
-        (
-            '<testsuite timestamp="2026-01-31T10:00:00"/>',
-            "report.xml is not a report of these tests ('revision'); give one",
-        ),
+        ('<testsuite timestamp="2026-01-31T10:00:00"/>', " is not a report of these tests ('revision'); give one"),
         (REPORT, "report.xml: its tests are of 123456789abc, and this is "),
-        (
-            REPORT.replace("123456789abc", "1-dirty"),
-            "report.xml: its tests ran on files that differ from the commit",
-        ),
+        (REPORT.replace("123456789abc", "1-dirty"), "report.xml: its tests ran on files that differ from"),
     ],
 )
 def test_a_report_that_shows_nothing_of_this_commit_is_refused(monkeypatch, capsys, tmp_path, report, words):
@@ -347,9 +341,8 @@ def test_the_page_has_each_claim_once_and_says_what_was_not_run():
     lines = page({claim.name: claim for claim in ways}, outcomes).splitlines()
     assert "4 rows, 1 of them not run." in lines
     assert "| ran | a \\| b | `x` | def | 2026-02-02 | A | 6 |" in lines
-    assert (
-        "| failed | c | [a.py](../tests/unit/a.py): `t` | def | 2026-02-02 | A | **FAILED**: 1 failed |" in lines
-    )
+    failed = "| failed | c | [a.py](../tests/unit/a.py): `t` | def | 2026-02-02 | A | **FAILED**: 1 failed |"
+    assert failed in lines
     assert "| kept | e | `y` | abc | 2026-01-01 | B | recorded in `docs/plan.md` |" in lines
     assert "| gpu | d | [gpu](../tests/gpu) | - | - | - | **not run**: needs a GPU |" in lines
     assert lines[-2:] == ["- A: there", "- B: here"]

@@ -77,11 +77,8 @@ def test_a_lost_race_for_its_port_is_no_traceback(node, monkeypatch):
     with horovod_agent.rendezvous(node):
         for chosen, kind in (("", UserError), ("1", PortTakenError)):
             monkeypatch.setenv("PORT_IS_CHOSEN", chosen)
-            with (
-                pytest.raises(UserError, match=f"MASTER_PORT {node.master_port} ") as caught,
-                horovod_agent.rendezvous(node),
-            ):
-                pass
+            with pytest.raises(UserError, match=f"MASTER_PORT {node.master_port} ") as caught:
+                horovod_agent.rendezvous(node).__enter__()
             assert type(caught.value) is kind
 
 

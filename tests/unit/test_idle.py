@@ -34,12 +34,7 @@ def test_a_split_measures_the_waits_for_its_loader_and_nothing_else():
         def __iter__(self):
             for _ in range(3):
                 time.sleep(0.05)
-                yield (
-                    torch.zeros(2, 8, 8, 3, dtype=torch.uint8),
-                    torch.zeros(2, dtype=torch.int64),
-                    ["", ""],
-                    [False] * 2,
-                )
+                yield torch.zeros(2, 8, 8, 3, dtype=torch.uint8), torch.zeros(2).long(), ["", ""], [False] * 2
 
     split = make_split()
     split.loader = Loader()
@@ -104,9 +99,8 @@ def test_a_run_that_waits_for_data_says_so_once(monkeypatch, idle_s, lines):
     for clock.now in (0.0, 10.0, 20.0, 30.0):
         job.log_step(1.0, 0.1)
     assert len(said) == lines
-    assert all(
-        text.startswith("warning: 21% of the time rank 0 waits for data; raise --workers (3") for text in said
-    )
+    warning = "warning: 21% of the time rank 0 waits for data; raise --workers (3"
+    assert all(text.startswith(warning) for text in said)
 
 
 def test_a_wait_for_workers_that_hang_or_die_ends_in_one_line():
@@ -114,11 +108,9 @@ def test_a_wait_for_workers_that_hang_or_die_ends_in_one_line():
     split = make_split()
     assert split.bound_s == 660
     handler, (left_s, _) = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
-    with pytest.raises(
-        WorkerError, match=r"rank 0 on \S+ got no samples for 0.05 s: a worker hangs.*--resume auto"
-    ):
-        with workers.bounded(0.05):
-            time.sleep(60)
+    hangs = r"rank 0 on \S+ got no samples for 0.05 s: a worker hangs.*--resume auto"
+    with pytest.raises(WorkerError, match=hangs), workers.bounded(0.05):
+        time.sleep(60)
     # An earlier alarm, such as pytest-timeout's, is kept; without one, none is left.
     assert signal.getsignal(signal.SIGALRM) is handler
     assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) is (left_s > 0)

@@ -29,13 +29,7 @@ class TestModels:
 
     @pytest.mark.parametrize(
         ("name", "channels", "size"),
-        [
-            ("resnet18", 1, 8),
-            ("resnet18", 3, 32),
-            ("resnet18", 3, 96),
-            ("mobilenet_v2", 3, 32),
-            ("vit_b_16", 3, 32),
-        ],
+        [*(("resnet18", *s) for s in [(1, 8), (3, 96), (3, 32)]), ("mobilenet_v2", 3, 32), ("vit_b_16", 3, 32)],
     )
     def test_torchvision_models_fit(self, name, channels, size):
         data = tiny_data(channels=channels, size=size, classes=7)
@@ -43,10 +37,9 @@ class TestModels:
         assert model(torch.empty(2, channels, size, size, device="meta")).shape == (2, 7)
 
     def test_resnet_keeps_its_own_stem_for_large_images(self):
-        stems = [
-            build_model(options(["--model", "resnet18"]), tiny_data(channels=3, size=s)).conv1 for s in (32, 96)
-        ]
-        assert [stem.kernel_size for stem in stems] == [(3, 3), (7, 7)]
+        for size, kernel in ((32, 3), (96, 7)):
+            model = build_model(options(["--model", "resnet18"]), tiny_data(channels=3, size=size))
+            assert model.conv1.kernel_size == (kernel, kernel)
 
     @pytest.mark.parametrize(
         ("name", "size", "words"),
@@ -102,11 +95,5 @@ def test_a_model_that_draws_numbers_has_a_warning():
     for layer in drawing:
         said = dropout_warning(nn.Sequential(nn.Linear(2, 2), layer))
         assert said.startswith("warning: dropout draws other numbers on each rank")
-    still = (
-        nn.Dropout(0.0),
-        nn.MultiheadAttention(4, 2),
-        nn.LSTM(2, 2),
-        nn.Linear(2, 2),
-        StochasticDepth(0.0, "row"),
-    )
+    still = (nn.Dropout(0), nn.MultiheadAttention(4, 2), nn.LSTM(2, 2), nn.Linear(2, 2), StochasticDepth(0, "row"))
     assert [dropout_warning(nn.Sequential(layer)) for layer in still] == [""] * 5

@@ -55,9 +55,8 @@ def test_a_process_ends_with_its_killed_launcher(how, what):
 def test_a_process_whose_launcher_has_gone_already_ends_at_once(how):
     """Its parent is a process other than the one that LAUNCHER_PID names."""
     env = {**os.environ, "LAUNCHER_PID": str(os.getppid())}
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, how, "stay"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=50
-    )
+    command = [sys.executable, "-c", CHILD, how, "stay"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=50)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
 
 
@@ -65,6 +64,6 @@ def test_without_a_launcher_a_process_stays():
     """For example, nohup has started it from a shell which then ends."""
     code = "from recipes.common.process import parent; parent.end_with_launcher(); print(parent._is_polling)"
     env = {name: value for name, value in os.environ.items() if name != "LAUNCHER_PID"}
-    command = ["sh", "-c", f"{sys.executable} -c 'import time; time.sleep(1); {code}' &"]
+    command = ["sh", "-c", f"{sys.executable} -c 'import time; time.sleep(0.5); {code}' &"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=50)
     assert done.stdout == "False\n", done.stderr

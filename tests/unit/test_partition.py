@@ -163,6 +163,7 @@ def test_a_share_has_what_a_layer_keeps_beside_tensors():
 
 
 def test_refuses_what_cannot_be_cut():
+    """The forward() of a user's class may do more than torchvision's of the same name: a functional ReLU."""
     data = data_of(3, 32)
     lenet = build_model(options("lenet"), data)
     with pytest.raises(UserError, match=r"cannot be cut into 6 parts, .*; use at most 5"):
@@ -170,10 +171,6 @@ def test_refuses_what_cannot_be_cut():
     mobile = build_model(options("mobilenet_v2"), data)
     with pytest.raises(UserError, match="MobileNetV2 is not a plain sequence of layers"):
         layers(mobile)
-
-
-def test_a_class_of_the_users_is_not_split_as_torchvisions_of_the_same_name():
-    """Its forward() may do more, such as a functional ReLU, which a split would leave out."""
     own = type("ResNet", (torch.nn.Module,), {"__module__": "mine"})()
     own.conv1, own.fc = torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(4, 10)
     with pytest.raises(UserError, match="--model: ResNet is not a plain sequence of layers"):
@@ -189,9 +186,7 @@ class Last(torch.nn.Module):
 
 def test_a_layer_that_returns_a_tuple_is_refused():
     model = torch.nn.Sequential(torch.nn.LSTM(2, 4, batch_first=True), Last(), torch.nn.Linear(4, 2))
-    message = (
-        "--model mine:net: its layer LSTM returns a tuple, and a pipeline sends one tensor .*; make one module"
-    )
+    message = "--model mine:net: its layer LSTM returns a tuple, and a pipeline sends one tensor .*; make one"
     with pytest.raises(UserError, match=message):
         plan_parts(model, 2, "parameters", options("mine:net"), torch.zeros(1, 3, 2))
 
@@ -214,14 +209,11 @@ class Residual(torch.nn.Sequential):
         return inputs + super().forward(inputs)
 
 
-def test_a_layer_that_occurs_again_is_applied_again():
+def test_a_layer_that_occurs_again_is_applied_again_and_a_sequence_with_its_own_forward_is_one_layer():
     act = torch.nn.Tanh()
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), act, torch.nn.Linear(2, 2), act)
     assert [name for name, _ in layers(model)] == ["0", "1", "2", "3"]
     assert layers(model)[3][1] is act
-
-
-def test_a_sequence_with_its_own_forward_is_one_layer():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), Residual(torch.nn.Linear(2, 2), torch.nn.Tanh()))
     assert [name for name, _ in layers(model)] == ["0", "1"]
     with pytest.raises(UserError, match="--model: Residual is not a plain sequence of layers and cannot be split"):

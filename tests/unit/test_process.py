@@ -13,17 +13,16 @@ from tests.conftest import refused
 
 class TestRanks:
     VARIABLES: ClassVar = {
-        "RANK": "1",
-        "LOCAL_RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "1",
+        **{"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+        **{"MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
     }
 
-    def test_all_set(self, monkeypatch):
+    @pytest.fixture(autouse=True)
+    def all_set(self, monkeypatch):
         for name, value in self.VARIABLES.items():
             monkeypatch.setenv(name, value)
+
+    def test_all_set(self):
         ranks = read_ranks("ddp")
         assert (ranks.rank, ranks.local_rank, ranks.world_size, ranks.local_world_size) == (1, 1, 2, 2)
 
@@ -36,8 +35,6 @@ class TestRanks:
 
     @pytest.mark.parametrize(("name", "value"), BAD)
     def test_a_missing_or_senseless_one_is_refused(self, monkeypatch, name, value):
-        for other, good in self.VARIABLES.items():
-            monkeypatch.setenv(other, good)
         if value is None:
             monkeypatch.delenv(name)
         else:

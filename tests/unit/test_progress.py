@@ -43,10 +43,8 @@ def test_one_bar_counts_the_steps_of_the_whole_run(monkeypatch):
 
 def test_a_run_whose_reader_has_gone_ends_in_one_line(tmp_path):
     words = words_for(tmp_path, "piped", "--epochs", "400", "--device", "cpu")
-    command = (
-        f"{shlex.join([sys.executable, '-m', 'recipes.single.train', *words])} | head -1; exit ${{PIPESTATUS[0]}}"
-    )
-    result = run_command("bash", "-c", command)
+    train = shlex.join([sys.executable, "-m", "recipes.single.train", *words])
+    result = run_command("bash", "-c", f"{train} | head -1; exit ${{PIPESTATUS[0]}}")
     assert (result.status, result.stdout.count("\n")) == (2, 1)
     remedy = "to resume: --resume auto, with the output in a file"
     assert result.stderr == f"error: standard output is closed; {remedy}\n"

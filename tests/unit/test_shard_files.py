@@ -160,10 +160,8 @@ def test_any_box_is_read_from_the_pieces_that_overlap_it(folder, monkeypatch, bl
 def test_what_version_0_2_wrote_is_read(folder):
     content = read_newest(folder, set_aside=True)[1]
     for reference in content["model"].values():
-        rows = reference["pieces"].tolist()
-        reference["pieces"] = [
-            [file, place, list(zip(ends[::2], ends[1::2], strict=True))] for file, place, *ends in rows
-        ]
+        rows = [(piece[:2], piece[2::2], piece[3::2]) for piece in reference["pieces"].tolist()]
+        reference["pieces"] = [[*place, [*zip(starts, ends, strict=True)]] for place, starts, ends in rows]
     assert content["model"]["matrix"]["pieces"][1] == [1, 0, [(2, 4), (0, 5)]]
     assert content["model"]["count"]["pieces"] == [[0, 56, []]]
     assert is_equal(read_whole(content)["model"], tensors(20))
@@ -189,10 +187,8 @@ def test_of_thousands_of_ranks_a_checkpoint_has_one_tensor_of_pieces_for_each_of
     assert found[4000].tolist() == [4000, 28, 4000, 4001, 0, 7]
     box = ((10, 12), (3, 5))
     pieces = shard_files.find_pieces({"pieces": found, "shape": [ranks, 7]}, box)
-    assert [(file, common) for file, _, _, common in pieces] == [
-        (10, ((10, 11), (3, 5))),
-        (11, ((11, 12), (3, 5))),
-    ]
+    found = [(file, common) for file, _, _, common in pieces]
+    assert found == [(10, ((10, 11), (3, 5))), (11, ((11, 12), (3, 5)))]
 
 
 def test_cut_or_changed_at_any_byte_it_is_passed_over(folder, capsys):
@@ -234,9 +230,8 @@ def test_a_checkpoint_is_read_once_for_the_names_of_its_files(folder, monkeypatc
     write(folder, 40)
     write(folder, 50)
     assert read == []
-    assert {path.name for path in folder.folder.glob("*.pt")} == {
-        *("step-000000040.pt", "step-000000050.pt", "best.pt")
-    }
+    names = {path.name for path in folder.folder.glob("*.pt")}
+    assert names == {"step-000000040.pt", "step-000000050.pt", "best.pt"}
     assert len(shards(folder)) == 3 * RANKS
     again = CheckpointFolder(folder.folder, keep=2)  # as after a resume
     write(again, 60)
@@ -292,14 +287,11 @@ def test_ranks_share_the_check_and_pass_over_what_one_of_them_finds_damaged(fold
     damaged.write_bytes(bytes(damaged.stat().st_size))
     (found, *others), checked = resume(folder, monkeypatch)
     assert (found[0].name, others) == ("step-000000010.pt", [None] * (RANKS - 1))
-    assert (
-        f"warning: skipped {folder.folder}/step-000000020.pt: its shard file {damaged.name} "
-        "is truncated or damaged (wrong checksum)" in (capsys.readouterr().err)
-    )
+    said = f"step-000000020.pt: its shard file {damaged.name} is truncated or damaged (wrong checksum)"
+    assert f"warning: skipped {folder.folder}/{said}" in capsys.readouterr().err
     assert (folder.folder / "step-000000020.pt.bad").exists()
-    assert checked == [
-        (rank, f"step-{step:09d}.pt", [names[step][rank]]) for rank in range(RANKS) for step in (10, 20)
-    ]
+    pairs = [(rank, step) for rank in range(RANKS) for step in (10, 20)]
+    assert checked == [(rank, f"step-{step:09d}.pt", [names[step][rank]]) for rank, step in pairs]
 
 
 def test_a_rank_that_does_not_see_the_files_condemns_nothing(folder, monkeypatch):
@@ -363,9 +355,8 @@ def test_a_damaged_checkpoint_keeps_all_shard_files(folder, capsys):
     (folder.folder / "best.pt").write_bytes(b"damaged")
     write(folder, 30)
     assert len(shards(folder)) == 3 * RANKS
-    assert "warning: cannot remove old checkpoints: best.pt does not say which shard files it has" in (
-        capsys.readouterr().err
-    )
+    said = "warning: cannot remove old checkpoints: best.pt does not say which shard files it has"
+    assert said in capsys.readouterr().err
 
 
 def full_disk(sharded, content):

@@ -6,13 +6,8 @@ import sys
 import pytest
 
 from recipes.common.errors import UserError
-from slurm.sweep import grid_points, point_argv
+from slurm.sweep import grid_points, main, point_argv
 from tests.support import ROOT
-
-
-def sweep(*arguments):
-    command = [sys.executable, "-S", "-m", "slurm.sweep", *arguments]  # -S: without site-packages
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
 
 
 def test_the_points_are_the_product_in_the_order_of_the_words():
@@ -51,8 +46,9 @@ def test_what_makes_no_grid_is_refused(text, message):
 
 
 def test_the_command_line_needs_python_alone():
-    assert sweep("lr=0.1,0.2 seed=1,2").stdout == "4\n"
-    assert sweep("lr=0.1,0.2 seed=1,2", "2").stdout == "--lr\n0.2\n--seed\n1\n"
+    for words, printed in (((), "4\n"), (("2",), "--lr\n0.2\n--seed\n1\n")):
+        command = [sys.executable, "-S", "-m", "slurm.sweep", "lr=0.1,0.2 seed=1,2", *words]  # without packages
+        assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30).stdout == printed
 
 
 @pytest.mark.parametrize(
@@ -65,8 +61,8 @@ def test_the_command_line_needs_python_alone():
         (["lr=1,2", "-1"], "the points of 'lr=1,2' count from 0 to 1, got '-1'"),
     ],
 )
-def test_refusals_of_the_command_line(arguments, message):
-    done = sweep(*arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: {message}")
-    assert done.stderr.count("\n") == 1
+def test_refusals_of_the_command_line(arguments, message, capsys):
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert said.err.startswith(f"error: {message}")

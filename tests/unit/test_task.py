@@ -111,24 +111,18 @@ class TestText:
 
     def test_the_standard_library_is_there_by_default(self):
         args = options(["--data", "text"])
-        assert (args.data_dir, args.model, args.optimizer, args.epochs, args.max_steps) == (
-            *(STANDARD_LIBRARY, "gpt-tiny", "adamw", 1),
-            300,
-        )
+        assert (args.data_dir, args.model, args.optimizer) == (STANDARD_LIBRARY, "gpt-tiny", "adamw")
+        assert (args.epochs, args.max_steps) == (1, 300)
         data = load_data(args, CPU, print)
         assert len(data.train) * 128 > 5e6
         assert len(data.test) * 128 > TEST_SHARE * len(data.train) * 128 / 2
 
     @pytest.mark.parametrize(
         ("argv", "epochs", "steps"),
-        [
-            (["--epochs", "3"], 3, None),
-            (["--max-steps", "7"], 1, 7),
-            (["--epochs", "3", "--max-steps", "7"], 3, 7),
-        ],
+        [("--epochs 3", 3, None), ("--max-steps 7", 1, 7), ("--epochs 3 --max-steps 7", 3, 7)],
     )
     def test_a_length_that_is_given_wins(self, argv, epochs, steps):
-        args = options(["--data", "text", *argv])
+        args = options(["--data", "text", *argv.split()])
         assert (args.epochs, args.max_steps) == (epochs, steps)
         args = options(["--data", "digits"])
         assert (args.model, args.epochs, args.max_steps, args.optimizer) == ("lenet", 40, None, "sgd")
@@ -136,20 +130,14 @@ class TestText:
     @pytest.mark.parametrize(
         ("argv", "message"),
         [
-            (
-                ["--data-dir", "nowhere"],
-                "--data text: cannot read nowhere (No such file or directory); give a folder",
-            ),
-            (["--seq-len", "9999"], "too few for --seq-len 9999; add files, or use at most --seq-len"),
-            (
-                ["--task", "classification"],
-                "--task classification does not fit --data text, whose targets are bytes",
-            ),
+            ("--data-dir nowhere", "--data text: cannot read nowhere (No such file or directory); give a folder"),
+            ("--seq-len 9999", "too few for --seq-len 9999; add files, or use at most --seq-len"),
+            ("--task classification", "does not fit --data text, whose targets are bytes"),
         ],
     )
     def test_what_cannot_work_is_one_line(self, folder, argv, message):
         with refused(message):
-            load_data(text_options(folder, *argv), CPU, print)
+            load_data(text_options(folder, *argv.split()), CPU, print)
 
     def test_one_file_cannot_be_split(self, tmp_path):
         (tmp_path / "one.txt").write_text("text")
@@ -159,18 +147,14 @@ class TestText:
     @pytest.mark.parametrize(
         ("data", "model", "message"),
         [
-            (
-                "text",
-                "lenet",
-                "--model lenet takes images, and --data text has int64 of shape (16,); use gpt-tiny",
-            ),
-            ("digits", "gpt-tiny", "--model gpt-tiny takes tokens, and --data digits has none; use --data text"),
+            ("text", "lenet", "takes images, and --data text has int64 of shape (16,); use gpt-tiny"),
+            ("digits", "gpt-tiny", "takes tokens, and --data digits has none; use --data text"),
         ],
     )
     def test_a_model_for_other_data_is_refused(self, folder, data, model, message):
         length = ["--seq-len", "16"] if data == "text" else []
         args = options(["--data", data, "--data-dir", str(folder), *length, "--model", model])
-        with refused(message):
+        with refused(f"--model {model} {message}"):
             build_model(args, load_data(args, CPU, print))
 
 
@@ -182,9 +166,8 @@ class TestSums:
         for task, output, target in ((language, logits, tokens), (classes, logits[:, 0, :4], labels)):
             rows = [(output[i : i + 1], target[i : i + 1]) for i in range(5)]
             assert task.loss_sum(output, target) == pytest.approx(float(sum(task.loss_sum(*row) for row in rows)))
-            assert [float(value) for value in task.metric_sums(output, target)] == [
-                float(sum(values)) for values in zip(*(task.metric_sums(*row) for row in rows), strict=True)
-            ]
+            by_row = zip(*(task.metric_sums(*row) for row in rows), strict=True)
+            assert [float(value) for value in task.metric_sums(output, target)] == [float(sum(v)) for v in by_row]
         assert classes.count(labels) == 4
         assert language.count(tokens) == 5
 
@@ -195,9 +178,7 @@ class TestSums:
         args = options(["--label-smoothing", "0.1"])
         task = load_data(args, CPU, print).task
         assert float(task.loss_sum(logits, labels)) == pytest.approx(float(expected))
-        args = options(
-            ["--label-smoothing", "0.1", "--data", "text", "--data-dir", str(folder), "--seq-len", "16"]
-        )
+        args = text_options(folder, "--label-smoothing", "0.1")
         with pytest.raises(UserError, match=r"^--label-smoothing 0\.1 is for --task classification; drop it$"):
             load_data(args, CPU, print)
 

@@ -24,9 +24,8 @@ NODE = Node(2, 0, 2, "127.0.0.1", 29500, 5)
 def test_ranks_end_at_once(monkeypatch):
     """This holds for each way in which torch asks its context to close."""
     closed = []
-    monkeypatch.setattr(
-        SubprocessContext, "_close", lambda self, *how, **named: closed.append([*how, *named.values()])
-    )
+    close = lambda self, *how, **named: closed.append([*how, *named.values()])  # noqa: E731
+    monkeypatch.setattr(SubprocessContext, "_close", close)
     context = SubprocessContext.__new__(SubprocessContext)
     context._tail_logs, context.filtered_stdout, context.filtered_stderr = [], None, None
     monkeypatch.setattr(LocalElasticAgent, "_start_workers", lambda self, group: {})
@@ -56,8 +55,7 @@ def test_ranks_with_gpus_are_bound_to_their_cores(gpus, monkeypatch, capsys):
 
 @pytest.mark.parametrize("without", ["gpus", "enough", "numactl", "wish", "one"])
 def test_other_ranks_are_not(gpus, monkeypatch, without):
-    if without in ("gpus", "enough"):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: {"gpus": 0, "enough": 1}[without])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: {"gpus": 0, "enough": 1}.get(without, 2))
     if without == "numactl":
         monkeypatch.setattr(shutil, "which", lambda name: None)
     options = {"wish": ["--device=cpu"], "one": ["--split", "in-process"]}.get(without, [])
