@@ -46,6 +46,7 @@ REFUSED = {
     "--sharded-checkpoints": "the ranks of this recipe hold no shards; drop it, or use fsdp or tensor",
     "--evaluate": "--evaluate: it takes the weights of a file or a run; add --weights PATH",
     "--weights a.pt --resume b.pt": "--weights with --resume b.pt: a run starts from one of the two; drop one",
+    "--weights a.pt --evaluate --profile-steps 5": "--profile-steps: with --evaluate there are no steps; drop one",
     "--global-batch-size 0": "--global-batch-size: expects a whole number of at least 1, got '0'",
     "--global-batch-size -1": "--global-batch-size",
     "--global-batch-size abc": "expects a whole number of at least 1, got 'abc'",
