@@ -54,6 +54,7 @@ def test_table_and_picture_hold_every_run(runs, tmp_path):
         (["single", "--nodes", "0"], "NODES expects a whole number "),
         (["single", "--", "--name", "x"], "--name is set by compare itself; leave it out of ARGS"),
         (["ddp", "single", "--", "--zero"], "single: unknown option --zero"),
+        (["single", "--", "--weights", "w.pt", "--evaluate"], "--evaluate trains nothing to compare"),
         (["single", "probe"], "probe trains nothing; leave it out of RECIPES"),
         (
             ["single", "pipeline", "--nodes", "3"],
