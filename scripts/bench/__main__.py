@@ -61,12 +61,7 @@ def read_output(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(
-    part: str,
-    figures: Sequence[Figure],
-    rounds: int,
-    about: Mapping[str, Any],
-    path: Path,
-    is_complete: bool = False,
+    part: str, figures: Sequence[Figure], rounds: int, about: dict[str, Any], path: Path, is_complete: bool = False
 ) -> None:
     """Write a part's figures to the file; keep those of other parts from an earlier run of the same day.
 

@@ -104,9 +104,8 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
         found = differences(run["losses"], first["losses"])
         values = [max(value, SMALLEST_DIFFERENCE) for value in found.values()]
         axes["difference"].plot(list(found), values, color=color, label=name)
-    axes["difference"].set(
-        xlabel="step", ylabel="relative", yscale="log", title="... and how far the others are from it"
-    )
+    axes["difference"].set(xlabel="step", ylabel="relative", yscale="log")
+    axes["difference"].set_title("... and how far the others are from it")
     bars = axes["speed"].barh(names, [run["samples_per_s"] for run in runs], color=colors)
     axes["speed"].bar_label(bars, fmt="{:,.0f}", padding=3)
     axes["speed"].invert_yaxis()

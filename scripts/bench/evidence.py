@@ -47,8 +47,7 @@ TESTS_TIMEOUT_S = 3 * 3600
 class Case(NamedTuple):
     """The outcome of a test."""
 
-    name: str
-    """Folders, file, class and function, joined by dots; parameters follow in brackets."""
+    name: str  # folders, file, class and function, joined by dots; parameters follow in brackets
     outcome: str  # passed, failed or skipped
     reason: str = ""  # why it was skipped
     seconds: float = 0.0
@@ -77,12 +76,8 @@ def properties(config: pytest.Config) -> dict[str, str]:
 def read_report(path: Path, tests: Sequence[str] = ()) -> Report:
     """Read a report of pytest's --junit-xml, to which tests/conftest.py adds properties.
 
-    Args:
-        path: the report.
-        tests: the files, folders and tests that pytest was asked to run; empty: all.
-
-    Raises:
-        UserError: it is missing or invalid, is of other tests, or the tests did not run to completion.
+    `tests` are the files, folders and tests that pytest was asked to run; empty: all. Raises UserError if the
+    report is missing or invalid, is of other tests, or they did not run to completion.
     """
     try:
         suite = next(ElementTree.parse(path).iter("testsuite"))
@@ -130,9 +125,7 @@ def judge_tests(tests: Iterable[str], cases: Iterable[Case]) -> tuple[bool | Non
     reasons = list(dict.fromkeys(case.reason for case in own.values() if case.outcome == "skipped"))
     if set(counts) == {"skipped"}:
         return None, reasons[0]
-    result = ", ".join(
-        f"{counts[outcome]} {outcome}" for outcome in ("failed", "passed", "skipped") if counts[outcome]
-    )
+    result = ", ".join(f"{counts[name]} {name}" for name in ("failed", "passed", "skipped") if counts[name])
     if reasons:
         result += f" ({', '.join(dict.fromkeys(reason.partition(':')[0] for reason in reasons))})"
     return not counts["failed"], f"{result}, {sum(case.seconds for case in own.values()):.0f} s"
@@ -141,8 +134,7 @@ def judge_tests(tests: Iterable[str], cases: Iterable[Case]) -> tuple[bool | Non
 def run_tests(claims: Iterable[Claim], arguments: Sequence[str]) -> Report | None:
     """Run the tests of all claims in one run of pytest, and return their outcomes; None if there are no tests.
 
-    Raises:
-        UserError: they did not run to completion, or files changed meanwhile.
+    Raises UserError if they did not run to completion, or files changed meanwhile.
     """
     # If a test's file or folder is named too, pytest still runs it once.
     chosen = sorted({test for claim in claims for test in claim.tests})

@@ -18,6 +18,7 @@ import torch
 from scripts.bench import jpeg, small_data
 from scripts.bench.figures import Figure, Rounds, median_and_range, speed_figure, take_turns, unmeasured
 from scripts.bench.programs import contender, parse_result, recipe, run
+from scripts.launch.command import warn
 from scripts.launch.cores import count_cores
 
 BATCH, STEPS, IMAGES, CLASSES = 256, 60, 2048, 1000
@@ -52,7 +53,7 @@ def measure(rounds: int, folder: Path) -> Iterator[Figure]:
         try:
             yield from model(rounds, folder)
         except (LookupError, OSError, RuntimeError, ValueError) as error:
-            print(f"warning: {name}: {error}", file=sys.stderr, flush=True)
+            warn(f"{name}: {error}")
             yield unmeasured(name, str(error), goal)
 
 
@@ -88,17 +89,15 @@ def resnet(rounds: int, folder: Path) -> list[Figure]:
         step_ms = contender("bare_step", ["--steps", str(STEPS), *words, "--", *of_recipe])["step_ms"]
         return 1000 * BATCH / step_ms
 
-    values, faults = measure_working(
-        {
-            "ours": lambda: ours(*RESIDENT),
-            "photos": lambda: ours(*photos),
-            "photos, decoded by it": lambda: ours(*photos, "--decode", "gpu"),
-            "fp32": plain,
-            "tf32": lambda: plain("--tf32"),
-            "roofline": lambda: roofline(TRAINING_FLOP),
-        },
-        rounds,
-    )
+    contenders: dict[str, Callable[[], float]] = {
+        "ours": lambda: ours(*RESIDENT),
+        "photos": lambda: ours(*photos),
+        "photos, decoded by it": lambda: ours(*photos, "--decode", "gpu"),
+        "fp32": plain,
+        "tf32": lambda: plain("--tf32"),
+        "roofline": lambda: roofline(TRAINING_FLOP),
+    }
+    values, faults = measure_working(contenders, rounds)
     peak = f"images/s; peak memory {max(memory, default=0) / 2**30:.1f} GiB"
     peers = {
         "fp32": "eager fp32 loop on ready tensors",
@@ -118,14 +117,8 @@ def gpt(rounds: int, folder: Path) -> list[Figure]:
     def tokens_per_s(*more: str) -> float:
         return LENGTH * recipe("single", folder, [*options, *more])["samples_per_s"]
 
-    values, faults = measure_working(
-        {
-            "ours": lambda: tokens_per_s(*FAST),
-            "fp32": tokens_per_s,
-            "roofline": lambda: roofline(TOKEN_FLOP),
-        },
-        rounds,
-    )
+    ours, limit = partial(tokens_per_s, *FAST), partial(roofline, TOKEN_FLOP)
+    values, faults = measure_working({"ours": ours, "fp32": tokens_per_s, "roofline": limit}, rounds)
     return ratios(GPT, values, faults, {"fp32": "the same in eager fp32", "roofline": ROOFLINE}, "tokens/s")
 
 
@@ -152,7 +145,7 @@ def measure_working(contenders: Mapping[str, Callable[[], float]], rounds: int) 
         try:
             return math.nan if name in faults else contenders[name]()
         except RuntimeError as error:
-            print(f"warning: {name}: {error}", file=sys.stderr, flush=True)
+            warn(f"{name}: {error}")
             faults[name] = str(error).strip().splitlines()[-1]
             return math.nan
 

@@ -39,8 +39,7 @@ def measure_here(part: str, rounds: int) -> Iterator[Figure]:
 def measure(part: str, rounds: int) -> Iterator[Figure]:
     """Yield a part's figures as they are measured; those of PARTS by a process of its own, or as unmeasured.
 
-    Raises:
-        RuntimeError: its process failed, and has printed why.
+    Raises RuntimeError if that process failed; it has printed why.
     """
     if part not in PARTS:
         yield from measure_here(part, rounds)

@@ -70,11 +70,7 @@ def run_bounded(
 
 
 def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> str:
-    """Run a command and return its output.
-
-    Raises:
-        RuntimeError: it failed (the message has its last lines) or took too long.
-    """
+    """Run a command and return its output; raises RuntimeError, with its last lines, if it fails or is late."""
     status, output = run_bounded(command, env or {}, TIMEOUT_S)
     if status:
         words = "\n".join(output.splitlines()[-12:])
@@ -88,8 +84,7 @@ def running(
 ) -> Iterator[None]:
     """Start a command, run the block once is_reached(), asked every pause_s, and then wait for the command's end.
 
-    Raises:
-        RuntimeError: it failed, took too long or ended before that; the message has the end of its output.
+    Raises RuntimeError, with the end of its output, if it failed, took too long or ended before that.
     """
     deadline = time.monotonic() + TIMEOUT_S
     with tempfile.NamedTemporaryFile() as output, process_group(command, env, output.file) as process:
@@ -137,9 +132,7 @@ def contender(name: str, options: Sequence[str], processes: int = 1) -> dict[str
     """Run a module of scripts.bench.contenders, under torchrun if processes > 1, and return its result.
 
     It prints its result as a JSON object on a line of its own; libraries may print other lines.
-
-    Raises:
-        RuntimeError: it failed, took too long or printed no such line.
+    Raises RuntimeError if it failed, took too long or printed no such line.
     """
     command = contender_command(name, options, processes)
     return parse_result(command, run(command, threads(processes)))

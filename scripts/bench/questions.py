@@ -182,9 +182,8 @@ def draw(question: Question, figures: Sequence[Figure], path: Path) -> None:
         axis.plot(middle, y, "o", color="C3" if row.is_met is False else "C0", label=label)
         axis.plot(limit, y, "|", color="black", markersize=12, markeredgewidth=2, label="limit")
         if row.goal and not question.is_time:
-            axis.plot(
-                1 / goal if row.goal.startswith("<=") else goal, y, "|", color="C2", markersize=12, label="goal"
-            )
+            at = 1 / goal if row.goal.startswith("<=") else goal
+            axis.plot(at, y, "|", color="C2", markersize=12, label="goal")
         for one in figures:
             if (one.part, one.name) == (row.part, row.name) and not one.is_limit and one.measured:
                 label = one.peer.split(",")[0]

@@ -44,12 +44,9 @@ def write_many(folder: Path) -> Path:
     each = -(-MANY // SHARDS)
     values = {"shard": rows // each, "offset": rows % each * IMAGE_BYTES, "size": rows * 0 + IMAGE_BYTES - 1024}
     values |= {"crc": rows, "label": rows % 1000}
-    halves = dict(zip(HALVES, (MANY, MANY_VAL), strict=True))
-    arrays = {
-        f"{half}_{name}": values[name][:count].astype(kind)
-        for half, count in halves.items()
-        for name, kind in FIELDS.items()
-    }
+    arrays: dict[str, Any] = {}
+    for half, count in zip(HALVES, (MANY, MANY_VAL), strict=True):
+        arrays |= {f"{half}_{name}": values[name][:count].astype(kind) for name, kind in FIELDS.items()}
     shards = {f"train-{number:06d}.tar": SHARD_BYTES for number in range(SHARDS)}
     for name in shards:
         (folder / name).touch()

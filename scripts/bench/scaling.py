@@ -54,8 +54,6 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
         peers = {f"{processes} alone": "as many bare loops that exchange nothing"}
         peers |= {"1": "one process"} if processes > 1 else {}
         name = f"{process_count_text(processes)} of a thread each: samples/s"
-        found += [
-            speed_figure(name, values, f"{processes}", against, "", peer, is_limit=against != "1")
-            for against, peer in peers.items()
-        ]
+        for against, peer in peers.items():
+            found.append(speed_figure(name, values, f"{processes}", against, "", peer, is_limit=against != "1"))
     return found

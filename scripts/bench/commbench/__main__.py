@@ -122,9 +122,8 @@ def why_not(backend: str, place: Place) -> str:
     if backend == "mpi" and place.net:
         return "it would not use the networks of --narrow: leave that out"
     if backend == "mpi" and place.node_rank is not None:
-        return (
-            "mpirun or srun starts its ranks: mpirun -np 16 python -m scripts.bench.commbench.rank --backend mpi"
-        )
+        command = "mpirun -np 16 python -m scripts.bench.commbench.rank --backend mpi"
+        return f"mpirun or srun starts its ranks: {command}"
     return ""
 
 
@@ -157,8 +156,7 @@ def launcher(backend: str, number: int, place: Place, folder: Path) -> tuple[lis
 def run_backend(backend: str, number: int, place: Place, args: Namespace) -> list[Row]:
     """Start a backend's ranks and return the rows of rank 0 (none if rank 0 is on another node).
 
-    Raises:
-        RuntimeError: it failed or exceeded its time limit; the message is its own error line or its last line.
+    Raises RuntimeError, with its own error line or its last line, if it failed or exceeded its time limit.
     """
     lines = len(args.ops.split(",")) * len(parse_sizes(args.sizes))
     bound_s = START_TIMEOUT_S + args.timeout_s + lines * (3 * args.seconds + 6 * args.timeout_s)

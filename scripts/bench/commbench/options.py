@@ -43,8 +43,7 @@ def parse_sizes(text: str) -> list[int]:
         match = re.fullmatch(r"([0-9]{1,12})([kmg]?)b?", word.strip().lower())
         size = int(match[1]) * UNITS[match[2]] if match else 0
         if size % 4 or not 4 <= size <= LARGEST:
-            raise UserError(
-                f"--sizes expects multiples of 4 bytes up to {LARGEST // 2**30}g, such as 4,64k,16m, got {word!r}"
-            )
+            expected = f"multiples of 4 bytes up to {LARGEST // 2**30}g, such as 4,64k,16m"
+            raise UserError(f"--sizes expects {expected}, got {word!r}")
         sizes.append(size)
     return sorted(set(sizes))

@@ -126,9 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ["RANK"] = str(rank)
     args = options(sys.argv[1:] if argv is None else argv)
     if args.backend in ("gloo", "nccl") and not has_ranks:
-        raise UserError(
-            "RANK is not set: a launcher sets it; `make commbench`, or torchrun -m scripts.bench.commbench.rank"
-        )
+        raise UserError("RANK is not set: a launcher sets it; use make commbench, or start this by torchrun")
     torch.set_num_threads(1)
     with bounded("meeting the others", args.timeout_s):
         world = connect(args.backend, args.timeout_s)
