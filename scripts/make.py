@@ -106,10 +106,7 @@ def recipe() -> str:
 
 
 def choices(name: str, known: Iterable[str] = ()) -> list[str]:
-    """Return the items of RECIPES="single ddp", or "single,ddp"; raises UserError for options among them.
-
-    With known, raises it for all other names, too.
-    """
+    """Return the items of RECIPES="single ddp" or "single,ddp"; raises UserError for options or unknown names."""
     items = value(name).replace(",", " ").split()
     for item in items:
         if item.startswith("-"):

@@ -48,10 +48,7 @@ def facts() -> dict[str, Any]:
 
 
 def read_output(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the output of an earlier run, empty if there is none.
-
-    Raises UserError if it is not a benchmark's file, or is of another day, machine or version.
-    """
+    """Read an earlier run's output, if any; raises UserError if it is of another day, machine or version."""
     if not path.exists():
         return {"figures": [], "parts": {}}
     old = read_run(path).facts

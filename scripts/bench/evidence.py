@@ -104,10 +104,7 @@ def read_report(path: Path, tests: Sequence[str] = ()) -> Report:
 
 
 def judge_tests(tests: Iterable[str], cases: Iterable[Case]) -> tuple[bool | None, str]:
-    """Return whether the tests of a claim passed, and the counts or the reason as text.
-
-    None instead of a verdict: one of them did not run, or all were skipped.
-    """
+    """Return whether a claim's tests passed (None: one did not run, or all skipped), and counts or a reason."""
     own: dict[str, Case] = {}
     for test in tests:
         name = test.removesuffix("/").replace(".py", "").replace("::", ".").replace("/", ".")
@@ -132,10 +129,7 @@ def judge_tests(tests: Iterable[str], cases: Iterable[Case]) -> tuple[bool | Non
 
 
 def run_tests(claims: Iterable[Claim], arguments: Sequence[str]) -> Report | None:
-    """Run the tests of all claims in one run of pytest, and return their outcomes; None if there are no tests.
-
-    Raises UserError if they did not run to completion, or files changed meanwhile.
-    """
+    """Run the tests of all claims, if any, in one run of pytest; raises UserError if files change meanwhile."""
     # If a test's file or folder is named too, pytest still runs it once.
     chosen = sorted({test for claim in claims for test in claim.tests})
     if not chosen:

@@ -132,15 +132,11 @@ def process_count_text(processes: int) -> str:
     return f"{processes} process{'es' if processes > 1 else ''}"
 
 
-def escape_cell(text: str) -> str:
-    """Escape a text for a cell of a Markdown table; empty becomes "-"."""
-    return text.replace("|", "\\|").replace("\n", " ") or "-"
-
-
 def table_lines(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table whose columns are not aligned."""
+    """Return the lines of a Markdown table whose columns are not aligned; an empty cell becomes "-"."""
     lines = [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
-    return [*lines, *(f"| {' | '.join(map(escape_cell, row))} |" for row in rows)]
+    escaped = ([text.replace("|", "\\|").replace("\n", " ") or "-" for text in row] for row in rows)
+    return [*lines, *(f"| {' | '.join(cells)} |" for cells in escaped)]
 
 
 def describe_machine(hardware: Mapping[str, Any]) -> str:

@@ -37,8 +37,8 @@ def process_group(
     group gets SIGINT first: pytest then stops what its tests have started.
     """
     streams: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT}
-    environment = {**own_environment(), **env}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **streams)
+    own = {name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS")}
+    process = subprocess.Popen(command, cwd=ROOT, env={**own, **env}, start_new_session=True, **streams)
     try:
         yield process
     except BaseException:  # Ctrl-C may come twice
@@ -55,10 +55,7 @@ def process_group(
 def run_bounded(
     command: Sequence[str], env: Mapping[str, str], timeout_s: float, shows: bool = False
 ) -> tuple[int, str]:
-    """Run a command with a time limit; return its status and its output.
-
-    With shows, the output goes to this process's standard output, and "" is returned for it.
-    """
+    """Run a command with a time limit; return its status and its output, or "" if that is shown instead."""
     with tempfile.TemporaryFile() as output:
         try:
             with process_group(command, env, None if shows else output) as process:
@@ -97,11 +94,6 @@ def running(
         yield
         if process.wait(deadline - time.monotonic()):
             raise RuntimeError(f"{' '.join(command)} failed:\n{said.read_text()[-1000:]}")
-
-
-def own_environment() -> dict[str, str]:
-    """Return this process's environment without the variables that a calling make sets."""
-    return {name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS")}
 
 
 def recipe_command(

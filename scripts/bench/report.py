@@ -170,10 +170,7 @@ def between_markers(text: str, content: str) -> str:
 
 
 def render(folder: Path, readmes: Sequence[str], drill: Sequence[Figure] = ()) -> tuple[str, list[str]]:
-    """Return docs/benchmarks/README.md and the two READMEs, English first, with the figures of a folder.
-
-    Raises UserError if the folder has no benchmark, or a file or README is invalid.
-    """
+    """Return the texts of docs/benchmarks/README.md and of both READMEs, English first; raises UserError."""
     runs = read_runs(folder)
     if not runs:
         raise UserError(f"no benchmark in {folder}: `make bench` writes one")

@@ -107,14 +107,12 @@ class Measured:
         wire_s = ring_bytes(self.variant.bytes_per_parameter * PARAMETERS, self.nodes) / PAYLOAD_SHARE
         wire_s *= 8 / (1e6 * RATE_MBIT)
         name = f"step at 1 Gbit/s, {self.variant.name}, {self.nodes} nodes"
-        step_ms, free_ms = 1e3 * median(self.step_s), 1e3 * median(self.free_s)
+        step_ms, free_ms, wire_ms = (1e3 * s for s in (median(self.step_s), median(self.free_s), wire_s))
         if not wire_s:
             wire_ms = 1e3 * max(self.sent_bytes) * 8 / (1e6 * RATE_MBIT)
             note = f"seconds; {step_ms:.0f} ms a step, of which its bytes take {wire_ms:.0f} ms"
             return Figure(name, step_ms / 1e3, note=note, no_limit="its bytes take no time")
-        note = (
-            f"{step_ms:.0f} ms a step; sending alone takes {1e3 * wire_s:.0f} ms, the cores' work {free_ms:.0f} ms"
-        )
+        note = f"{step_ms:.0f} ms a step; sending alone takes {wire_ms:.0f} ms, the cores' work {free_ms:.0f} ms"
         alone = "forward and update" if self.variant.overlaps else "computing"
         note += f", of which {alone} {1e3 * median(self.alone_s):.0f} ms"
         peer = f"the longer of {alone} with the wire, and the cores' work"

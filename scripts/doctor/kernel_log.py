@@ -57,10 +57,7 @@ def parse(text: str, uptime_s: float, since_s: float = RECENT_S) -> list[dict[st
 
 
 def read(since_s: float = RECENT_S) -> list[dict[str, Any]] | None:
-    """Return this node's events, or None if the log cannot be read (kernel.dmesg_restrict, most containers).
-
-    The variable KMSG is the path to read instead of /dev/kmsg.
-    """
+    """Return this node's events, or None if the log cannot be read (kernel.dmesg_restrict, most containers)."""
     try:
         log = os.open(os.environ.get("KMSG", "/dev/kmsg"), os.O_RDONLY | os.O_NONBLOCK)
     except OSError:

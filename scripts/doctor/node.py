@@ -56,7 +56,7 @@ def gather(master_addr: str, name_timeout_s: int, runs_dir: Path, is_quick: bool
         "network": lambda: network(master_addr, name_timeout_s),
         "limits": limits,
         "disk": lambda: disks(runs_dir),
-        "rdma": rdma_devices,
+        "rdma": lambda: sorted(path.name for path in infiniband().glob("*")),  # they need locked memory
         "rdma_gbit_s": rdma_rates,
         "kernel_log": kernel_log.read,
         "revision": revision,
@@ -181,11 +181,6 @@ def disks(runs_dir: Path) -> Facts:
 def infiniband() -> Path:
     """Return the folder of RDMA devices (SYSFS replaces /sys, as in scripts/launch/fabric.sh)."""
     return Path(os.environ.get("SYSFS", "/sys")) / "class/infiniband"
-
-
-def rdma_devices() -> list[str]:
-    """Return the RDMA devices, which need locked memory."""
-    return sorted(path.name for path in infiniband().glob("*"))
 
 
 def rdma_rates() -> dict[str, float]:

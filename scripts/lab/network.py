@@ -143,10 +143,7 @@ class Network:
         return ["nsenter", f"--net=/run/netns/{self.names[node]}", "--", *command]
 
     def run_ranks(self, command: Sequence[str], nodes: int, threads: int, timeout_s: float) -> list[str]:
-        """Run a command as one rank on each of `nodes` nodes until all have ended; return what each rank printed.
-
-        Raises RuntimeError with the end of a rank's output if it fails or does not end within timeout_s.
-        """
+        """Run a command as one rank on each node; return what each printed; raises RuntimeError if one fails."""
         port, commands = free_port(), []
         own = {"MASTER_ADDR": self.addresses[0], "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": str(threads)}
         for rank in range(nodes):

@@ -216,10 +216,7 @@ def temporary_folder() -> Iterator[str]:
 
 
 def markdown_table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Return rows, the first being the header, as a Markdown table with padded columns.
-
-    The first `left` columns are aligned to the left, the others to the right.
-    """
+    """Return rows, the first one the header, as a Markdown table whose first `left` columns align to the left."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     rule = [("-" * width if i < left else "-" * (width - 1) + ":") for i, width in enumerate(widths)]
     form = "| " + " | ".join(f"{{:{'<' if i < left else '>'}{width}}}" for i, width in enumerate(widths)) + " |"

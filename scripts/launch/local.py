@@ -386,10 +386,7 @@ def assign_gpus(nodes: int, options: Sequence[str]) -> list[list[str]]:
 
 
 def processes_per_node(args: Namespace, shares: list[list[str]]) -> int:
-    """Return --nproc-per-node; by default one process per GPU of a node, or one without GPUs.
-
-    Print a warning if the processes of all nodes are too many for this machine.
-    """
+    """Return --nproc-per-node (default: a node's GPUs, else 1); warn if that is too many for this machine."""
     processes = args.nproc_per_node or (1 if args.recipe in ONE_PROCESS else max(1, len(shares[0])))
     total, cores = args.nodes * processes, count_cores()
     if total > MOST_PER_CORE * cores:
@@ -439,10 +436,7 @@ def main(argv: list[str]) -> int:
 
 
 def run_job(args: Namespace, shares: list[list[str]], processes: int, elastic: tuple[int, int] | None) -> int:
-    """Start a node for each share of the GPUs, wait until they have ended, and return the job's exit status.
-
-    Each node starts `processes` ranks; `elastic` is what check_elastic() returned.
-    """
+    """Start a node for each share of the GPUs, wait until they have ended, and return the job's exit status."""
     nodes, port = len(shares), free_port()
     networks = [tuple(pair.split("=")) for pair in args.networks.split(",") if pair]
     job = LocalJob()

@@ -155,10 +155,7 @@ def report_if_stopped(failures: dict[int, Failure]) -> bool:
 
 
 def node_status(ended: dict[int, Failure]) -> int:
-    """Return a node's status from how its ranks ended, without those that the agent ended; 0 if none failed.
-
-    It is 0, too, if a stop signal ended them.
-    """
+    """Return a node's status from how its ranks ended: 0 if none failed by itself, or a stop signal ended them."""
     failures = {rank: how for rank, how in ended.items() if how.status}
     if not failures or report_if_stopped(failures):
         return 0

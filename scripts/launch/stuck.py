@@ -42,10 +42,7 @@ class StuckRanks:
         self._since: dict[int, float] = {}
 
     def look(self, ranks: Mapping[int, int]) -> None:
-        """Raise StuckRankError if a rank has been stuck for STUCK_S: its launcher would wait for it for ever.
-
-        `ranks`: the node's ranks by their process ids.
-        """
+        """Raise StuckRankError if one of these ranks, given by process id, has been stuck for STUCK_S."""
         now = time.monotonic()
         self._since = {pid: self._since.get(pid, now) for pid in ranks if is_stuck(pid)}
         for pid, since in self._since.items():

@@ -111,10 +111,7 @@ class Workload:
         return (*(half * nbytes for nbytes in sizes[:middle] * passes), *sizes[middle:] * passes)
 
     def memory_bytes(self, args: Options, method: Method, local_batch_size: float, ranks: int) -> dict[str, float]:
-        """Estimate a rank's memory by purpose, without the libraries' own.
-
-        --amp halves the activations' bytes and adds a half-precision copy of the weights.
-        """
+        """Estimate a rank's memory by purpose, without the libraries' own."""
         whole, shards, passes = self.parameter_bytes, method.shards(ranks), method.accumulate_steps
         half, summed_by = 1.0 if method.amp == "none" else 0.5, ranks // method.tensor_parallel
         # fsdp gathers two blocks, assumed to be as large as DDP's buckets, or all of them.
@@ -124,7 +121,7 @@ class Workload:
             "gradients": whole / (shards if passes == 1 else 1),  # accumulated: whole until the last pass
             "optimizer": self.state_bytes(args) / (ranks if method.zero else shards),
             "gathered_weights": gathered * half if shards > 1 else 0,
-            "half_weights": whole / 2 if half < 1 and shards == 1 else 0,
+            "half_weights": whole / 2 if half < 1 and shards == 1 else 0,  # --amp's copy
             # tensor's buckets, in addition to the gradients.
             "gradient_sums": whole if method.recipe == "tensor" and summed_by > 1 else 0,
             "activations": self.activation_bytes_per_sample * local_batch_size / passes * half,

@@ -355,10 +355,7 @@ class Observer:
         return batch
 
     def fork_workers(self, original: Function, iterator: Any, loader: DataLoader[Any]) -> None:
-        """Fork a loader's workers unless the script chooses otherwise: these hooks are not in others.
-
-        That is the default only before Python 3.14.
-        """
+        """Fork a loader's workers, as before Python 3.14, unless the script chooses: others lack these hooks."""
         if loader.multiprocessing_context is None and multiprocessing.get_start_method(allow_none=True) is None:
             loader.multiprocessing_context = "fork"
         original(iterator, loader)

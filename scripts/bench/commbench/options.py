@@ -34,10 +34,7 @@ def check_options(args: Namespace) -> None:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Parse sizes such as "4,64k,16m"; return them in bytes, each once, smallest first.
-
-    Raises UserError if one is invalid.
-    """
+    """Parse sizes such as "4,64k,16m"; return them in bytes, each once, smallest first; raises UserError."""
     sizes = []
     for word in text.split(","):
         match = re.fullmatch(r"([0-9]{1,12})([kmg]?)b?", word.strip().lower())

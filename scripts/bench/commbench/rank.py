@@ -66,10 +66,7 @@ def bounded(what: str, timeout_s: float) -> contextlib.AbstractContextManager[No
 
 
 def check(world: Backend, op: str, numel: int) -> None:
-    """Raise WrongResultError if a result is incorrect on any rank; call it on all ranks.
-
-    Rank r contributes (r + 1) times the pattern.
-    """
+    """Raise WrongResultError if a result is incorrect on any rank; call it on all ranks."""
     given = pattern(numel, world.device)
     own = given * (world.rank + 1)
     if op == "all-gather":
