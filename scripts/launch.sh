@@ -24,7 +24,7 @@ if [[ -n ${SCRIPT:-} ]]; then # paths begin at the caller's folder
 fi
 CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONHOME PYTHONSAFEPATH # they are for another Python, and hide the modules of this folder
-# A number that the caller has closed, as daemons do, would be that of the next file: what is printed would go there.
+# Open the standard streams that the caller has closed, as daemons do: else the next file would get what is printed.
 for fd in 0 1 2; do [[ ! -d /dev/fd || -e /dev/fd/$fd ]] || eval "exec $fd<>/dev/null"; done
 if (($# == 0)); then
     echo "usage: scripts/launch.sh RECIPE [OPTIONS]" >&2

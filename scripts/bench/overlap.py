@@ -11,10 +11,10 @@ communication   all-reduces of tensors as large as DDP's buckets, converted to t
                 step's all begun at once, and no computing
 step            the recipe as it is
 
-The limit is the larger of two lower bounds from the same round. First, there is no gradient before backward, and a
-step changes all weights or, where a gradient is not finite, none: it takes at least forward, communication and
-update, one after the other. Second, a node has one core, which does the network's work too, most of it the
-kernel's: a step takes at least computing plus the work of the machine's cores for the communication, by node.
+The limit is the larger of two lower bounds from the same round. First, gradients exist only after forward, and the
+update changes all weights or none: a step takes at least forward, communication and update, one after the other.
+Second, a node's one core also does the network's work, most of it in the kernel: a step takes at least computing
+plus a node's share of the cores' work for the communication.
 
 The batch size sets how long computing takes: a quarter of the communication's time, the same, or twice as long.
 """

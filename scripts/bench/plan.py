@@ -3,11 +3,10 @@
     make plan CHECK=1
     make bench PARTS=plan
 
-Each node is a network namespace (scripts/bench/namespaces.py) whose link has a set rate; its rank runs the
-recipe's own code over gloo. The prediction uses no result of those runs. It is computed from three measurements on
-the same nodes: the time of a step that computes without any exchange, on all nodes at once; the time of an
-all-reduce of one number, and of a bucket both alone and while computing; and how much the latter slows computing.
-docs/plan.md has the figures.
+Each node is a network namespace (scripts/bench/namespaces.py) with a link of a set rate; its rank runs the ddp
+recipe over gloo. The prediction uses no result of these runs, only measurements on the same nodes: the time of a
+step that computes without any exchange, on all nodes at once; the times of an all-reduce of one number and of a
+bucket, alone and while computing; and how much it slows computing. docs/plan.md has the figures.
 """
 
 from __future__ import annotations

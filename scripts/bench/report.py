@@ -63,7 +63,7 @@ class Run:
         return str(self.facts["date"])
 
     def of_most_parts(self, fact: str) -> str:
-        """Return the rounds or the revision that most parts were measured with, then those of other parts."""
+        """Return the rounds or the revision of most parts, then of the others."""
         by_part = {part: measured[fact] for part, measured in self.facts["parts"].items()}
         [(most, _)] = Counter(by_part.values()).most_common(1)
         others = ", ".join(f"{part} {value}" for part, value in by_part.items() if value != most)

@@ -4,18 +4,16 @@ The recipes run as `make run` starts them, with a network for each node (scripts
 is resnet18 with 1,000 classes, 11.68 M parameters, on images of 16x16, two for each rank: gradients of real size
 after as little computing as can be.
 
-A timed run begins on links without a limit, which are narrowed on the way. A step takes at least the longer of
-two, of the same round: forward, before which there is no gradient, then its bytes on the link, then the update of
-all weights; and the steps on free links, which are the work of the cores, the network's included. scratch
-exchanges after backward: all its computing is before or after its bytes. When a gradient is sent is up to
-Horovod, so its steps have another goal: a bare loop with Horovod on the same links. Four nodes share too few cores
-for times to mean anything: there, only bytes count.
+A timed run begins on links without a limit, which are narrowed on the way. A step takes at least the longer of two
+times of the same round: forward, its bytes on the link, and the update of all weights, one after the other; and a
+step on free links, which is the work of the cores, including the network's. scratch exchanges after backward: all
+its computing is before or after its bytes. Horovod decides when to send a gradient, so its steps have another
+goal: a bare loop with Horovod on the same links. On four nodes only bytes are measured: they share too few cores.
 
-Bytes are measured once, they do not vary by round: the difference of two runs that differ in --max-steps alone,
-read from the counters of each node's interface before and after. What a run sends once (the meeting, the first
-broadcast, the evaluation, the goodbye) is in both and goes away, and everything that a step sends stays:
-gradients, votes, the headers of packets, and the notes that ranks leave in the store meanwhile. Reading the
-counters while a job runs would cut steps in two.
+Bytes do not vary by round and are measured once: the difference of two runs that differ only in --max-steps, read
+from the counters of each node's interface before and after. What a run sends once (rendezvous, first broadcast,
+evaluation, end) cancels out; what each step sends remains: gradients, votes, packet headers, and the notes that
+ranks leave in the store meanwhile. Reading the counters while a job runs would cut steps in two.
 """
 
 from __future__ import annotations

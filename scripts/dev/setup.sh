@@ -2,16 +2,16 @@
 # Create .venv with the exact packages of requirements/: once, and again when the list has changed.
 #
 #   scripts/dev/setup.sh run       what recipes need
-#   scripts/dev/setup.sh dev       that, and what tests and checks need
-#   scripts/dev/setup.sh bench     that of run, and the peers that make bench measures
+#   scripts/dev/setup.sh dev       the same, and what tests and checks need
+#   scripts/dev/setup.sh bench     what recipes need, and the peers that make bench measures
 #
-# Prints large downloads and the end; all that pip says is in .venv/setup.log. PYTHON names the Python to make it with.
+# Prints large downloads and the end; pip's output is in .venv/setup.log. PYTHON names the Python to make it with.
 set -euo pipefail
 
 CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 want=${1:-}
 unset PYTHONHOME # as venv's own activate does
-# Else packages would go elsewhere than to .venv. (--target= below and PIP_USER=0 override a pip.conf.)
+# Let packages go to .venv and nowhere else. (--target= below and PIP_USER=0 override a pip.conf.)
 unset PIP_TARGET PIP_PREFIX PIP_ROOT PIP_PYTHON
 export PIP_USER=0
 if [[ ! $want =~ ^(run|dev|bench)$ ]]; then
@@ -24,8 +24,7 @@ fi
 is_ready() { runs && holds "$want"; }
 # Without cmp, which minimal systems lack.
 holds() { [[ -f .venv/.installed/$1.txt && $(<".venv/.installed/$1.txt") == "$(<"requirements/$1.txt")" ]]; }
-# Its Python may be gone, too old or new, or after an upgrade of the system not the one whose packages it has: then
-# .venv is made anew.
+# Whether .venv's Python starts, is supported, and is the one whose packages .venv has: an upgrade may replace it.
 runs() {
     .venv/bin/python -I -S -c 'import os, sys
 packages = os.path.join(".venv/lib", os.path.basename(os.path.dirname(os.__file__)))
@@ -82,7 +81,7 @@ show_progress() {
 }
 
 log=.venv/setup.log
-# One that was interrupted, or had no space, may have a Python and no pip, or part of it.
+# An interrupted set-up may have left a Python without a whole pip.
 if ! runs || ! { .venv/bin/python -m pip --version || .venv/bin/python -m ensurepip; } &>/dev/null; then
     "$python" -m venv --clear .venv >&2 || {
         echo "error: $python could not make $PWD/.venv; its reason is above" >&2

@@ -11,9 +11,8 @@
 # and a host name of its own (n1 at 10.77.0.1, ...), on a bridge behind the controller's. All of it lives in one PID
 # namespace: when that namespace's first process is killed, the kernel kills every other one.
 #
-# Variables: SLURM_CLUSTER_DIR (state, /run/cluster-recipes-slurm), GPUS (2: as many GPUs a node as Slurm shall count;
-# they are names only, unless the machine has them), CPUS (8: cores a node as Slurm shall count, or threads where
-# THREADS_PER_CORE is 2), HOST_PREFIX (what a node's host name has before Slurm's name of it: none).
+# Variables: SLURM_CLUSTER_DIR (state, /run/cluster-recipes-slurm), GPUS (per node: 2; only names, unless the machine has
+# them), CPUS (cores per node: 8; threads if THREADS_PER_CORE is 2), HOST_PREFIX (of the nodes' host names: none).
 set -euo pipefail
 
 state=${SLURM_CLUSTER_DIR:-/run/cluster-recipes-slurm}
@@ -138,14 +137,14 @@ CONF
         mknod "$state/gpu$i" c 195 "$i" 2>/dev/null || touch "$state/gpu$i" # NVIDIA's; not every container may make one
         echo "Name=gpu File=$state/gpu$i" >>"$state/gres.conf"
     done
-    # slurmd up to 23.02 cannot do without a cgroup plugin, and v1 is the one that tolerates that there is none.
+    # slurmd up to 23.02 requires a cgroup plugin; only v1 works where there are no cgroups.
     if [[ $(slurmd -V) =~ ^slurm(-wlm)?\ (1|2[012]|23\.02) ]]; then cgroup=cgroup/v1; fi
     echo "CgroupPlugin=$cgroup" >"$state/cgroup.conf"
     for ((i = 1; i <= nodes; i++)); do mkdir "$state/spool.n$i" "$state/tmp.n$i"; done
     mkdir "$state/save"
 }
 
-# Plain names for Slurm's commands: each runs inside the cluster, from the same folder.
+# Slurm's commands by their plain names: each runs inside the cluster, from the same folder.
 write_activate() {
     local name
     mkdir "$state/bin"
@@ -248,7 +247,7 @@ down() {
         remove_state
         return
     fi
-    local pid parent net process
+    local pid parent net process i
     pid=$(<"$state/pid")
     parent=$(awk '/^PPid/ { print $2 }' "/proc/$pid/status")
     net=$(readlink "/proc/$pid/ns/net")
@@ -257,7 +256,6 @@ down() {
         if [[ $(readlink "$process/ns/net" 2>/dev/null) == "$net" ]]; then kill -KILL "${process#/proc/}" 2>/dev/null || true; fi
     done
     kill -KILL "$pid" 2>/dev/null || true
-    local i
     for ((i = 0; i < 200; i++)); do
         # A zombie has ended, too: in a container there may be no init that reaps it.
         if ! kill -0 "$parent" 2>/dev/null || grep -q '^State:.Z' "/proc/$parent/status" 2>/dev/null; then

@@ -92,14 +92,14 @@ CHECKPOINT_TIMEOUT_S = 60.0
 """How long ranks may take to write a checkpoint before a node joins or leaves."""
 
 REFUSAL_WAIT_S = 3.0
-"""How much longer than for a lost node, which also causes status 2, a refusal waits for those of other nodes."""
+"""How long to wait for all nodes' refusals once a lost node, which also causes status 2, would have been noticed."""
 
 EXIT_BARRIER_S = 60.0
 """How long a node whose ranks have finished waits for the others; with a script, as long as their ranks run."""
 
 
 def beat_interval_s(nnodes: int) -> int:
-    """Return the interval between two heartbeats of a node: that of all nodes' writes grows as their size does."""
+    """Return the interval between two heartbeats of a node: with the nodes, both writes and their size grow."""
     return max(BEAT_S, round(BEAT_S * (nnodes / NODES_BEATING) ** 2))
 
 

@@ -6,20 +6,19 @@
 #   ib     InfiniBand: NCCL finds it; Ethernet ports of the same cards are kept out of it
 #   roce   RDMA over Ethernet: NCCL (2.21 and later) finds the GID index; a traffic class is the network owner's matter
 #   efa    AWS: FI_EFA_USE_HUGE_PAGE=0, or processes that fork (data loaders) break
-#   tcp    plain Ethernet: NCCL shall not look for RDMA, and takes the interface that reaches MASTER_ADDR
-#   auto   the fastest of these that this process can use; tcp where there is none
+#   tcp    plain Ethernet: NCCL does not look for RDMA, and uses the interface that reaches MASTER_ADDR
+#   auto   the fastest of these that this process can use, else tcp
 #
 # A pod's /sys shows the machine's devices although it may not open them. A fabric can be used where a port is active,
 # its uverbs device opens, and NCCL finds its library: libibverbs.so.1 (rdma-core), for EFA the plugin aws-ofi-nccl
-# (libnccl-net*.so). Without them NCCL would go over TCP without a word; FABRIC=ib, roce or efa is refused then.
+# (libnccl-net*.so). Without them, NCCL would silently use TCP; FABRIC=ib, roce or efa is then refused.
 #
 # site.env in this folder (SITE_ENV names another file) holds what a site needs beyond that, NAME=value a line:
 # docs/site.md has examples. Its FABRIC takes the place of auto.
 #
-# With RDZV_TIMEOUT_S (or the shell's name_timeout_s) set, MASTER_ADDR may take so long to become a known name.
-# In all of them gloo and NCCL's sockets take the interface that reaches MASTER_ADDR, and OMP_NUM_THREADS is a process's share of the
-# cores that the node may use (scripts/launch/cores.py).
-# A variable that is set already stays as it is. One line on standard output says what was chosen, and why.
+# RDZV_TIMEOUT_S (or the shell's name_timeout_s) limits the wait for MASTER_ADDR to become a known name. On every fabric,
+# gloo and NCCL's sockets use the interface that reaches MASTER_ADDR, and OMP_NUM_THREADS is a process's share of the cores
+# that the node may use (scripts/launch/cores.py). A variable that is already set is kept. A line says what was chosen.
 
 fabric_devices() {
     local device
@@ -69,7 +68,7 @@ fabric_fault() {
     fi
 }
 
-# The fabric of this node that can be used, the fastest where there are several, and what shows it; or tcp, and why.
+# The fastest fabric that this node can use, and its device; else tcp, and why.
 find_fabric() {
     local device kind fault reason="no ${1:-RDMA} device"
     for kind in ${1:-efa ib roce}; do
@@ -173,7 +172,7 @@ set_fabric() {
         fabric_set NCCL_IB_DISABLE 1
         ;;
     esac
-    # NCCL's processes find each other by sockets on every fabric. = is the exact name, else any that begins so.
+    # On every fabric, NCCL's processes find each other by sockets. = is the exact name, else any with this beginning.
     fabric_set NCCL_SOCKET_IFNAME "=$interface"
     fabric_set GLOO_SOCKET_IFNAME "$interface"
     cores=$("${PYTHON:-scripts/dev/python.sh}" -m scripts.launch.cores) || return 2

@@ -124,7 +124,7 @@ def run_processes(command: list[str], environments: dict[int, dict[str, str]], l
 
 
 def end_processes(running: list[subprocess.Popen[bytes]]) -> None:
-    """End those of a node's processes that run on, and what they have left behind."""
+    """End the node's processes that still run, and what all of them have left behind."""
     grace_s = STOP_GRACE_S if script.is_set() and STOPPED_BY else FAILURE_GRACE_S
     for number, wait_s in ((END_SIGNAL, grace_s), (signal.SIGKILL, END_SIGNAL_GRACE_S)):
         if not wait_for(running, wait_s):

@@ -198,7 +198,7 @@ def is_first_of_several_nodes() -> bool:
 def say_network(log: int) -> None:
     """Print which network NCCL uses in the script; end this process, and the script, if FABRIC forbids TCP."""
     host, network = socket.gethostname(), None
-    for line in open(log, errors="replace"):  # noqa: SIM115 (to its end, which is that of this process)
+    for line in open(log, errors="replace"):  # noqa: SIM115 (open until this process ends)
         if network or not (network := transport.find_network(line)):
             continue
         print(f"{host}: NCCL over {network}", flush=True)

@@ -3,13 +3,13 @@
     STOPPED_STATUS=143 python -m scripts.launch.stopped_status ddp --name mine --runs-dir /runs --resume auto
 
 scripts/launch.sh calls it if STOPPED_STATUS is set. A recipe that receives a stop signal writes a checkpoint and
-ends with status 0 on all nodes. Slurm's batch script checks more than the status, but a Kubernetes Job takes the
-status 0 of a drained node as "done" and never restarts it. This process therefore ends with STOPPED_STATUS, a
-failure, and the restart resumes from the checkpoint. As process 1 it also passes signals on and reaps orphans.
+ends with status 0 on all nodes, which a Kubernetes Job takes as "done": it would never restart the pod of a
+drained node. This process therefore ends with STOPPED_STATUS, a failure, and the restart resumes from the
+checkpoint. As process 1, it also passes signals on and reaps orphans.
 
-A script has no record. The node that is stopped writes a file beside the run's folder before it passes the signal
-on, so that the nodes whose ranks then end, too, can distinguish this end from the script's own. (In an elastic job
-the others continue, and end only by themselves.)
+A script has no record. The stopped node therefore writes a file beside the run's folder before it passes the
+signal on; nodes whose ranks then also end know by that file that the script was not complete. (In an elastic job,
+the other nodes continue.)
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def stop_file() -> Path | None:
     return Path(run_dir).with_name(f".{Path(run_dir).name}.stopped")
 
 
-def last_stop() -> str:
-    """Return what stop_file() says, "" if it is new or cannot be opened."""
+def read_stop_file() -> str:
+    """Return the content of stop_file(), "" if it is new or cannot be opened."""
     path = stop_file()
     if not path:
         return ""
@@ -73,8 +73,8 @@ def last_stop() -> str:
         return ""
 
 
-def tell_other_nodes() -> None:
-    """Write stop_file()."""
+def write_stop_file() -> None:
+    """Write to stop_file() that this node was stopped."""
     if path := stop_file():
         with contextlib.suppress(OSError):  # its disk is full, or lost: then only this node knows
             path.write_text(f"{socket.gethostname()} {time.time_ns()}\n")
@@ -87,10 +87,10 @@ def main(argv: list[str]) -> int:
     begin = time_on_disk(argv) - CLOCKS_S
     env = {name: value for name, value in os.environ.items() if name != "STOPPED_STATUS"}
     env[LAUNCHER_PID] = str(os.getpid())
-    earlier = last_stop()
-    status, received = run(["scripts/launch.sh", *argv], env, on_stop=tell_other_nodes)
+    earlier = read_stop_file()
+    status, received = run(["scripts/launch.sh", *argv], env, on_stop=write_stop_file)
     finished = None if script.is_set() else has_finished(argv, begin)
-    was_stopped = received or last_stop() != earlier
+    was_stopped = received or read_stop_file() != earlier
     if status == 0 and (finished is False or (finished is None and was_stopped)):
         print(f"stopped before its end: status {stopped_status}, so that a restart continues", flush=True)
         return stopped_status

@@ -62,8 +62,7 @@ class Agent(LocalElasticAgent):
     a collective does not react to it. A process that was stopped (SIGSTOP) reacts to KILL alone.
     """
 
-    notes = Notes(None, 1)
-    """What nodes tell each other of ranks that have left."""
+    notes = Notes(None, 1)  # of all nodes: which ranks have left
     _stuck = StuckRanks()
     _looks_at = 0.0
 

@@ -118,16 +118,16 @@ def test_the_stop_of_a_node_is_told_beside_the_run(tmp_path, monkeypatch):
     """Not in RUN_DIR, whose content means that there is something to resume."""
     for name, value in {"SCRIPT": "train.py", "RUN_DIR": str(tmp_path / "mine"), "MIN_NODES": ""}.items():
         monkeypatch.setenv(name, value)
-    assert stopped_status.last_stop() == ""
-    stopped_status.tell_other_nodes()
-    assert stopped_status.last_stop().startswith(f"{socket.gethostname()} ")
+    assert stopped_status.read_stop_file() == ""
+    stopped_status.write_stop_file()
+    assert stopped_status.read_stop_file().startswith(f"{socket.gethostname()} ")
     assert [path.name for path in tmp_path.iterdir()] == [".mine.stopped"]
     monkeypatch.setenv("MIN_NODES", "1")
     assert stopped_status.stop_file() is None, "the other nodes of an elastic job go on"
     monkeypatch.setenv("RUN_DIR", str(tmp_path / "no" / "mine"))
     monkeypatch.setenv("MIN_NODES", "")
-    stopped_status.tell_other_nodes()
-    assert stopped_status.last_stop() == "", "there is no such folder"
+    stopped_status.write_stop_file()
+    assert stopped_status.read_stop_file() == "", "there is no such folder"
 
 
 def test_a_process_that_is_killed_counts_as_128_and_more():
