@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from recipes.common.data.shards import FIELDS, HALVES, INDEX, pack, write_index
-from scripts.bench.figures import Figure, median_and_range, speed_figure, take_turns
+from scripts.bench.figures import Figure, Rounds, median_and_range, speed_figure, take_turns
 from scripts.bench.jpeg import write_photos
 from scripts.bench.programs import contender
 from scripts.bench.range_server import serve
@@ -94,18 +94,24 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
             name = " ".join(("reads in flight without a cache, on average", *words))
             in_flight.append(Figure(name, server.busy_s / spent, note=note, no_limit="a count"))
         opened = [contender("shards", ["open", "--data-dir", many_url], 2)["open_s"] for _ in range(rounds)]
+    name = f"opening {MANY:,} images 50 ms away: seconds of the slower of 2 ranks"
+    opening = Figure(name, *median_and_range(opened), "<= 5", no_limit="a bound on a wait")
+    return [*speed_figures(values), *in_flight, opening]
+
+
+def speed_figures(values: Rounds) -> list[Figure]:
+    """Return the ratios of speed: of shards on a disk, and of each way to read them from the server."""
     what, local = "images/s, server 50 ms away", "the same shards on a disk"
     packed = "the image folder that was packed"
     on_disk = speed_figure("images/s, shards on a disk", values, "disk", "folder", ">= 1", packed, "images/s")
     figures = [replace(on_disk, no_limit="both decode the same images")]
-    for name in [name for name in contenders if "cache" in name and "bare" not in name]:
+    for name in [name for name in values if "cache" in name and "bare" not in name]:
         # The server and its client take time of the same cores: where all is requested, that much is the limit.
         bare, goal = f"bare {name}", ">= 0.95"
-        has_bare = bare in contenders
+        has_bare = bare in values
         named = partial(speed_figure, f"{what}, {name}", values, name, unit="images/s")
         figures.append(named("disk", "" if has_bare else goal, local, is_limit=not has_bare))
         if has_bare:
             does = "sends, receives and writes" if "new" in name else "sends and receives"
             figures.append(named(bare, goal, f"a client that {does} bytes, and no more", is_limit=True))
-    name = f"opening {MANY:,} images 50 ms away: seconds of the slower of 2 ranks"
-    return [*figures, *in_flight, Figure(name, *median_and_range(opened), "<= 5", no_limit="a bound on a wait")]
+    return figures

@@ -28,13 +28,10 @@ def node_line(case: Case, rank: int) -> str:
     if disk := facts.get("disk"):
         parts.append(f"/dev/shm {(disk['shm_bytes'] or 0) / 2**30:.1f} GiB")
     parts.append("RDMA " + (", ".join(facts.get("rdma") or []) or "none"))
-    torch = facts.get("torch") or {}
+    torch, listed = facts.get("torch") or {}, facts.get("gpus") or []
     names = [device["name"] for device in torch.get("devices", []) if device["device"] != "cpu"]
-    listed = facts.get("gpus") or []
-    if names or listed:
-        parts.append(f"{len(names) or len(listed)} x {names[0] if names else listed[0]['name']}")
-    else:
-        parts.append("no GPU")
+    names = names or [gpu["name"] for gpu in listed]
+    parts.append(f"{len(names)} x {names[0]}" if names else "no GPU")
     if "version" in torch:
         parts.append(f"torch {torch['version']}" + (f", NCCL {torch['nccl']}" if torch["nccl"] else ""))
     if listed:

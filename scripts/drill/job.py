@@ -116,9 +116,9 @@ class Job:
             self.process.wait(timeout_s)
         return self.process.returncode
 
-    def left_over(self, within_s: float = 3.0) -> list[str]:
-        """Kill the processes that still run within_s after the job's end, and return their command lines."""
-        deadline = time.monotonic() + within_s
+    def left_over(self) -> list[str]:
+        """Kill the processes that still run 3 s after the job's end, and return their command lines."""
+        deadline = time.monotonic() + 3
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
         names = []

@@ -92,7 +92,7 @@ nccl_headers() {
 user_options=$(env | LC_ALL=C grep -E '^(CXX|HOROVOD_(ALLOW|BUILD|CPU_OP|CUDA|GPU|NCCL|NVTX|WITH)[A-Z_]*)=' |
     grep -vx HOROVOD_GPU_OPERATIONS= | sort || true) # that is in the variant
 cpu_because=
-if [[ -n ${HOROVOD_GPU_OPERATIONS-unset} && ${HOROVOD_GPU_OPERATIONS-unset} != unset ]]; then
+if [[ -n ${HOROVOD_GPU_OPERATIONS:-} ]]; then
     [[ -n $torch_cuda ]] || die "HOROVOD_GPU_OPERATIONS=$HOROVOD_GPU_OPERATIONS, but this torch is a CPU build: unset it, or install a CUDA torch"
     toolkit=$(cuda_toolkit) || die "HOROVOD_GPU_OPERATIONS=$HOROVOD_GPU_OPERATIONS: $toolkit: install CUDA ${torch_cuda%%.*}, set HOROVOD_CUDA_HOME, or unset it"
 elif [[ -v HOROVOD_GPU_OPERATIONS ]]; then

@@ -85,11 +85,9 @@ class Network:
 
     def _answer_names_at_once(self) -> None:
         """Make name look-ups end at once: no name server can be reached from here."""
+        hosts = f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n"
         with tempfile.TemporaryDirectory() as folder:
-            for name, text in {
-                "hosts": f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n",
-                "resolv.conf": "options timeout:1 attempts:1\n",
-            }.items():
+            for name, text in (("hosts", hosts), ("resolv.conf", "options timeout:1 attempts:1\n")):
                 path = Path(folder) / name
                 path.write_text(text)
                 run_checked("mount", "--bind", str(path), f"/etc/{name}")  # the mount keeps the deleted file

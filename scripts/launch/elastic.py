@@ -520,24 +520,18 @@ class Agent(torch_agent.Agent):
 
 NEEDED = (
     (LocalElasticAgent, ("_start_workers", "_monitor_workers", "_stop_workers", "_exit_barrier")),
-    (
-        DynamicRendezvousHandler,
-        ("_node_desc_generator", "from_backend", "next_rendezvous", "num_nodes_waiting", "_stop_heartbeats"),
-    ),
     (dynamic_rendezvous, ("datetime", "get_method_name", "_RendezvousExitOp")),
+    (dynamic_rendezvous._BackendRendezvousStateHolder, ("_last_sync_time",)),
+    (DynamicRendezvousHandler, ("from_backend", "next_rendezvous", "num_nodes_waiting", "_stop_heartbeats")),
+    (DynamicRendezvousHandler, ("_node_desc_generator", "_this_node", "_store", "_state_holder", "_op_executor")),
 )
 """What the classes above extend or use in torch, and what install() replaces."""
-
-NEEDED_FIELDS = (
-    (DynamicRendezvousHandler, ("_this_node", "_store", "_state_holder", "_op_executor")),
-    (dynamic_rendezvous._BackendRendezvousStateHolder, ("_last_sync_time",)),
-)
 
 
 def install() -> None:
     """Make torch's rendezvous in this process use the job's clock; raises UserError if this torch lacks a name."""
-    missing = [name for owner, names in NEEDED for name in names if not hasattr(owner, name)]
-    missing += [name for owner, names in NEEDED_FIELDS for name in names if name not in owner.__annotations__]
+    needed = [(owner, name) for owner, names in NEEDED for name in names]
+    missing = [name for owner, name in needed if not hasattr(owner, name) and name not in owner.__annotations__]
     if missing:
         raise UserError(
             f"torch {torch.__version__} has no {missing[0]}, which elastic jobs need; "
