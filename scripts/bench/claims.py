@@ -92,10 +92,7 @@ class Claim:
 
 
 def rounds_to(measured: str, shown: str) -> bool:
-    """Return whether a measured number rounds to the shown one.
-
-    It may differ by half a unit of the shown number's last significant digit; of 30, that is the 3.
-    """
+    """Return whether a number is within half a unit of the shown one's last significant digit (of 30: the 3)."""
     try:
         value, goal = (Decimal(text.replace(",", "")) for text in (measured, shown))
     except InvalidOperation:

@@ -122,9 +122,7 @@ def gpt(rounds: int, folder: Path) -> list[Figure]:
     return ratios(GPT, values, faults, {"fp32": "the same in eager fp32", "roofline": ROOFLINE}, "tokens/s")
 
 
-def ratios(
-    name: str, values: Rounds, faults: Mapping[str, str], peers: Mapping[str, str], unit: str
-) -> list[Figure]:
+def ratios(name: str, values: Rounds, faults: dict[str, str], peers: dict[str, str], unit: str) -> list[Figure]:
     """Return a figure for the speed of "ours" against each of the peers, which are named by contender."""
     return [
         unmeasured(name, f"{faults.get('ours') or faults[contender]} ({peer})")

@@ -60,10 +60,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """A server for many connections at once, on a free port of 127.0.0.1.
-
-    It counts requests: so far, in progress now, and at most at once; and the seconds spent in them.
-    """
+    """A server for many connections at once, on a free port of 127.0.0.1; it counts requests and their seconds."""
 
     daemon_threads, request_queue_size = True, 512
 
@@ -71,7 +68,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.folder, self.delay_s, self.fault = folder, delay_s, fault
         self.lock = threading.Lock()
-        self.requests = self.now = self.most = 0
+        self.requests = self.now = self.most = 0  # so far, in progress, and at most at once
         self.busy_s = 0.0
         self.paths: Counter[str] = Counter()
 

@@ -109,11 +109,7 @@ def contenders(bench: Bench, processes: int, workers: int) -> dict[str, Callable
         "ours": lambda: bench.ours(f"{processes}-ours", processes),
         "ours bf16": lambda: bench.ours(f"{processes}-ours-bf16", processes, "--amp", "bf16"),
         "plain": lambda: bench.other(f"{processes}-plain", "lenet", processes, *loading),
-        **{
-            peer: partial(bench.other, peer, f"with_{peer}", processes, *loading)
-            for peer in PEERS
-            if find_spec(peer)
-        },
+        **{p: partial(bench.other, p, f"with_{p}", processes, *loading) for p in filter(find_spec, PEERS)},
         "bare": lambda: bench.bare(processes),
         "bare bf16": lambda: bench.bare(processes, amp="bf16"),
     }
@@ -131,10 +127,7 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
 
 
 def figures_of(values: Rounds, processes: int, workers: int) -> list[Figure]:
-    """Return the ratios of speed.
-
-    Two processes on two cores wait for the one that was disturbed: only DDP on ready tensors has a goal then.
-    """
+    """Return the ratios of speed."""
 
     def figure(precision: str, ours: str, against: str, goal: str, peer: str, is_limit: bool = False) -> Figure:
         name = f"LeNet {precision}, {process_count_text(processes)}"
@@ -143,6 +136,7 @@ def figures_of(values: Rounds, processes: int, workers: int) -> list[Figure]:
     ddp = " and DDP" * (processes > 1)
     loop = f"usual eager loop in fp32, DataLoader with {workers} workers{ddp}"
     bare = f"bare compute{ddp} on ready tensors"
+    # Two processes on two cores wait for the one that was disturbed: only DDP on ready tensors has a goal then.
     goals = (">= 1.8", ">= 2.6") if processes == 1 else ("", "")
     return [
         figure("fp32", "ours", "plain", goals[0], loop),

@@ -93,10 +93,7 @@ class RunsFolder:
         return None
 
     def see(self, writers: Sequence[int]) -> list[int]:
-        """Return the writers whose files are visible and complete; wait as long as a cache may hide them.
-
-        Each node reads the end of a file only: of 4 MiB of each file, many nodes would wait too long.
-        """
+        """Return the writers whose files are visible and complete; wait as long as a cache may hide them."""
         seen: set[int] = set()
         deadline = time.monotonic() + SEEN_TIMEOUT_S
 
@@ -106,7 +103,7 @@ class RunsFolder:
                     os.listdir(self.folder)  # makes NFS refresh its cache
                 for rank in set(writers) - seen:
                     with contextlib.suppress(OSError), open(self.folder / f"node-{rank}", "rb") as file:
-                        line = self.line(rank)
+                        line = self.line(rank)  # the last one: whole files would take many nodes too long
                         is_whole = file.seek(-len(line), os.SEEK_END) == PROBE_BYTES - len(line)
                         if is_whole and file.read() == line:
                             seen.add(rank)
@@ -141,10 +138,7 @@ class RunsFolder:
         return {}
 
     def remove(self) -> None:
-        """Remove the probe's folder, and folders older than STALE_S that earlier doctors could not remove.
-
-        It does not try on a file system on which write() still hangs, which would take the whole time limit again.
-        """
+        """Remove the probe's folder, and folders older than STALE_S that earlier doctors could not remove."""
 
         def remove() -> None:
             now = time.time()
@@ -155,6 +149,6 @@ class RunsFolder:
                     if folder == self.folder or now - folder.stat().st_mtime > STALE_S:
                         shutil.rmtree(folder, ignore_errors=True)
 
-        if not self.is_writing:
+        if not self.is_writing:  # where write() still hangs, this would take the whole time limit again
             with contextlib.suppress(TimeoutError):
                 call_within(remove, SMALL_S)

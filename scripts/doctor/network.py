@@ -33,10 +33,8 @@ def try_name(name: str) -> list[str] | str:
 
 
 def look_at_peers(peers: Sequence[dict[str, Any]], own_rank: int, secret: str) -> dict[str, dict[str, Any]]:
-    """Check each peer {"rank", "names", "address", "port"} from this node; return the results by its rank.
-
-    Each node begins with the one after it: otherwise all would connect with the first ones at once.
-    """
+    """Check each peer {"rank", "names", "address", "port"} from this node; return the results by its rank."""
+    # Begin with the node after this one: otherwise all would connect with the first ones at once.
     peers = sorted(peers, key=lambda peer: (peer["rank"] < own_rank, peer["rank"]))
     peers = [peer for peer in peers if peer["rank"] != own_rank]
     looked_up = {peer["rank"] for peer in peers[:MOST_NAMES]}

@@ -84,10 +84,6 @@ cuda_toolkit() {
     return 1
 }
 
-nccl_headers() {
-    [[ -n $nccl_wheel || -n ${HOROVOD_NCCL_HOME:-}${HOROVOD_NCCL_INCLUDE:-} || -e /usr/include/nccl.h ]]
-}
-
 # HOROVOD_GPU_OPERATIONS as the user set it wins, also when it is empty: that asks for the CPU.
 user_options=$(env | LC_ALL=C grep -E '^(CXX|HOROVOD_(ALLOW|BUILD|CPU_OP|CUDA|GPU|NCCL|NVTX|WITH)[A-Z_]*)=' |
     grep -vx HOROVOD_GPU_OPERATIONS= | sort || true) # that is in the variant
@@ -101,7 +97,7 @@ elif [[ -z $torch_cuda ]]; then
     cpu_because="torch is a CPU build"
 elif ! toolkit=$(cuda_toolkit); then
     cpu_because=$toolkit
-elif ! nccl_headers; then
+elif [[ -z $nccl_wheel${HOROVOD_NCCL_HOME:-}${HOROVOD_NCCL_INCLUDE:-} && ! -e /usr/include/nccl.h ]]; then
     cpu_because="no nccl.h: neither torch's wheel nor libnccl-dev"
 else
     export HOROVOD_GPU_OPERATIONS=NCCL

@@ -18,7 +18,6 @@ set -euo pipefail
 state=${SLURM_CLUSTER_DIR:-/run/cluster-recipes-slurm}
 here=$(readlink -f "${BASH_SOURCE[0]}")
 subnet=10.77.0
-packages="slurm-wlm munge iproute2"
 
 refuse() {
     echo "error: $1" >&2
@@ -87,7 +86,6 @@ ClusterName=recipes
 SlurmctldHost=ctl($subnet.254)
 SlurmUser=root
 SlurmdUser=root
-AuthType=auth/munge
 # A requeued job waits until its credential has expired.
 AuthInfo=socket=$state/munge.sock,cred_expire=5
 StateSaveLocation=$state/save
@@ -101,8 +99,6 @@ TaskPlugin=task/none
 # PMIx's sockets: two nodes on one host need a folder each.
 TmpFS=$state/tmp.%n
 JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-JobCompType=jobcomp/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 GresTypes=gpu
@@ -116,8 +112,6 @@ SlurmdTimeout=${SLURMD_TIMEOUT_S:-15}
 TCPTimeout=2
 MessageTimeout=10
 KillWait=${KILL_WAIT_S:-10}
-CompleteWait=0
-InactiveLimit=0
 JobRequeue=1
 # A job that no nodes of a partition can ever run is refused at once.
 EnforcePartLimits=ALL
@@ -125,7 +119,6 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 # Without it a job that is preempted gets no USR1, only the TERM of a cancelled one.
 SlurmctldParameters=preempt_send_user_signal
-SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,bf_interval=1,sched_interval=1
 NodeName=n[1-$nodes] NodeAddr=$subnet.[1-$nodes] CPUs=${CPUS:-8} RealMemory=16000 Gres=gpu:${GPUS:-2} State=UNKNOWN \
     ${THREADS_PER_CORE:+Sockets=1 CoresPerSocket=$cores ThreadsPerCore=$THREADS_PER_CORE}
@@ -168,7 +161,7 @@ up() {
     if [[ $(id -u) != 0 ]]; then refuse "a test cluster needs root: namespaces and slurmd do"; fi
     for command in munged slurmctld slurmd sbatch ip unshare nsenter; do
         if ! command -v "$command" >/dev/null; then
-            refuse "there is no $command; apt-get install --no-install-recommends $packages"
+            refuse "there is no $command; apt-get install --no-install-recommends slurm-wlm munge iproute2"
         fi
     done
     if is_up; then refuse "a test cluster runs already (process $(<"$state/pid")); make slurm-down ends it"; fi
@@ -213,7 +206,6 @@ USE
 
 # Become the command: it keeps process id, folder and terminal, and sees the controller's network and host name.
 run() {
-    if ! is_up; then refuse "no test cluster is up; make slurm-up starts one"; fi
     export SLURM_CONF=$state/slurm.conf PATH=${PATH//"$state/bin:"/}
     exec nsenter --target "$(<"$state/pid")" --mount --net --uts --ipc --wd="$PWD" -- "$@"
 }
@@ -228,25 +220,15 @@ on() {
 restart() {
     local node=$1
     if [[ ! -e $state/$node.out ]]; then refuse "there is no node '$node'"; fi
-    if ! is_up; then refuse "no test cluster is up; make slurm-up starts one"; fi
     SLURM_CONF=$state/slurm.conf setsid nsenter --target "$(<"$state/pid")" --all "$here" start_node "$node" </dev/null
 }
 
 status() {
-    if ! is_up; then
-        echo "no test cluster is up"
-        return
-    fi
     (run sinfo -N -p main -o '%10N %10T %15C %10G %E')
     (run squeue -o '%10i %20j %10P %10T %10M %6D %R')
 }
 
 down() {
-    if ! is_up; then
-        echo "no test cluster is up"
-        remove_state
-        return
-    fi
     local pid parent net process i
     pid=$(<"$state/pid")
     parent=$(awk '/^PPid/ { print $2 }' "/proc/$pid/status")
@@ -271,6 +253,15 @@ down() {
 command=${1:-}
 shift || true
 case $command in
-up | down | status | run | on | restart | init | start_node) "$command" "$@" ;;
+up | init | start_node) ;;
+run | on | restart) is_up || refuse "no test cluster is up; make slurm-up starts one" ;;
+status | down)
+    if ! is_up; then
+        echo "no test cluster is up"
+        if [[ $command == down ]]; then remove_state; fi
+        exit
+    fi
+    ;;
 *) refuse "usage: $here up [NODES] | down | status | run CMD... | on NODE CMD... | restart NODE" ;;
 esac
+"$command" "$@"

@@ -166,10 +166,7 @@ class Compute:
         return self.forward_s + self.backward_s + self.optimizer_s
 
     def scaled(self, factor: float, passes: int = 1) -> Compute:
-        """Return the computing time of `factor` times as many samples, in this many accumulated passes.
-
-        Each pass has the fixed part; the optimizer's time does not change.
-        """
+        """Return the time of `factor` times as many samples, in so many passes, each with the fixed part."""
         fixed = passes * self.fixed_share
         share = fixed + factor * (1 - self.fixed_share)
         forward_s, backward_s = self.forward_s * share, self.backward_s * share

@@ -239,10 +239,7 @@ def timed_step(args: Options, kind: Kind, samples: int, device: torch.device) ->
 
 
 def measure_compute(args: Options, kind: Kind, local_batch_size: int, device: torch.device) -> Compute:
-    """Return the median times of a few steps of one process on this device, on random numbers.
-
-    Steps with half as many samples show which part does not depend on the number of samples.
-    """
+    """Return the median times of a few steps of one process on this device, on random numbers."""
 
     def measure(samples: int) -> Compute:
         times: list[list[float]] = []
@@ -251,6 +248,7 @@ def measure_compute(args: Options, kind: Kind, local_batch_size: int, device: to
             times.append(call_user_code(f"--measure of {samples} samples", do_step))
         return Compute(*(median(values[2:]) for values in zip(*times, strict=True)))  # the first two warm up
 
+    # Half as many samples show which part of the time does not depend on their number.
     whole, less = measure(local_batch_size), local_batch_size // 2
     if less < SAMPLES:
         return whole

@@ -128,10 +128,7 @@ def why_not(backend: str, place: Place) -> str:
 
 
 def launcher(backend: str, number: int, place: Place, folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Return the command that starts a backend's ranks, without their options, and its environment.
-
-    Each backend has its own number. On a cluster, it is added to MASTER_PORT.
-    """
+    """Return the command that starts a backend's ranks, without their options, and its environment."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if backend == "mpi":
         environment["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
@@ -146,7 +143,7 @@ def launcher(backend: str, number: int, place: Place, folder: Path) -> tuple[lis
     recipe = "horovod" if backend == "horovod" else "ddp"  # its launcher starts the ranks
     if place.node_rank is not None:
         environment.setdefault("GLOO_SOCKET_IFNAME", place.interface)
-        environment |= {"MASTER_PORT": str(place.port + number), "PYTHON": sys.executable}
+        environment |= {"MASTER_PORT": str(place.port + number), "PYTHON": sys.executable}  # a port per backend
         return ["scripts/launch.sh", recipe], environment
     command = [sys.executable, "-m", "scripts.launch.local", recipe, "--nodes", str(place.nodes)]
     networks = place.net.option() if place.net else ""
