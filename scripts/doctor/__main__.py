@@ -77,7 +77,7 @@ def parse_args(argv: Sequence[str]) -> Namespace:
 
 
 class Checks:
-    """This node's checks: of itself, at once; of its place among the others, when node 0 orders them."""
+    """This node's checks: those of itself start at once, those with other nodes when node 0 orders them."""
 
     def __init__(self, this_node: Node, args: Namespace, secret: str) -> None:
         self.this_node, self.args, self.secret = this_node, args, secret

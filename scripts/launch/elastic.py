@@ -92,14 +92,14 @@ CHECKPOINT_TIMEOUT_S = 60.0
 """How long ranks may take to write a checkpoint before a node joins or leaves."""
 
 REFUSAL_WAIT_S = 3.0
-"""How long to wait for all nodes' refusals once a lost node, which also causes status 2, would have been noticed."""
+"""How long to wait for the refusals of all nodes once a lost node, which also causes status 2, would be noticed."""
 
 EXIT_BARRIER_S = 60.0
 """How long a node whose ranks have finished waits for the others; with a script, as long as their ranks run."""
 
 
 def beat_interval_s(nnodes: int) -> int:
-    """Return the interval between two heartbeats of a node: with the nodes, both writes and their size grow."""
+    """Return the interval between two heartbeats of a node: more nodes write more often, and more each time."""
     return max(BEAT_S, round(BEAT_S * (nnodes / NODES_BEATING) ** 2))
 
 
