@@ -43,7 +43,6 @@ SMALLEST_DIFFERENCE = 1e-9
 TARGET_ACCURACY = 0.97
 """The column "s to 97%" is the training time up to the first epoch that reaches this test accuracy."""
 
-
 COLUMNS = (
     Column("recipe", "recipe", "{}"),
     Column("processes", "world_size", "{}"),

@@ -29,7 +29,6 @@ from scripts.launch.command import CommandParser, command, parse
 NVIDIA_SMI_S = 7.0
 """nvidia-smi hangs if a GPU's firmware does not answer; without persistence mode it always takes seconds."""
 
-
 NO_FAULT = re.compile(r"did not end within|no answer within|No devices were found")
 """Complaints about nvidia-smi on healthy nodes: it is slow, or the caller's job has no GPUs."""
 

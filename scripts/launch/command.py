@@ -33,7 +33,6 @@ ONE_PROCESS = ("single", "dataparallel")
 NOT_ELASTIC = (*ONE_PROCESS, "probe", "spawn", "horovod")
 """Recipes that cannot continue after the loss of a node."""
 
-
 VARIABLES = (
     *("NODES", "NPROC_PER_NODE", "MIN_NODES", "MAX_RESTARTS", "ROUNDS", "SEED", "GPUS", "NAME", "FABRIC", "TIME"),
     *("GLOBAL_BATCH", "STOP_AFTER", "RESUME"),

@@ -92,7 +92,7 @@ CHECKPOINT_TIMEOUT_S = 60.0
 """How long ranks may take to write a checkpoint before a node joins or leaves."""
 
 REFUSAL_WAIT_S = 3.0
-"""How long to wait for the refusals of all nodes once a lost node, which also causes status 2, would be noticed."""
+"""How long to wait for all nodes' refusals once a lost node, which also causes status 2, would be noticed."""
 
 EXIT_BARRIER_S = 60.0
 """How long a node whose ranks have finished waits for the others; with a script, as long as their ranks run."""

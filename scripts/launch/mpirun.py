@@ -49,7 +49,6 @@ from scripts.launch.local import LOOPBACK, free_port
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-
 SHELLS_OWN = ("PWD", "OLDPWD", "SHLVL", "_", "PYTHON")
 """Variables that a shell changes by itself, and PYTHON, the interpreter."""
 

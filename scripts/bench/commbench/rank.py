@@ -104,8 +104,7 @@ def measure(world: Backend, op: str, size: int, seconds: float, timeout_s: float
     with bounded(what, timeout_s):
         check(world, op, numel)
     data = torch.zeros(numel, device=world.device)  # zeros: repeated sums cannot overflow
-    calls = {"all-reduce": world.all_reduce, "broadcast": world.broadcast, "all-gather": world.all_gather}
-    call = calls[op]
+    call = {"all-reduce": world.all_reduce, "broadcast": world.broadcast, "all-gather": world.all_gather}[op]
     with bounded(what, WARM_UPS * timeout_s):
         once = world.largest(min(timed(lambda: call(data), world.device) for _ in range(WARM_UPS)))
     # All ranks have to make the same number of calls.

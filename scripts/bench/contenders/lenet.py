@@ -135,10 +135,9 @@ class Clock:
 def main() -> None:
     """Train as the tutorials do; with DistributedDataParallel if there are several processes."""
     args = arguments()
-    if WORLD_SIZE > 1:
-        dist.init_process_group("gloo")
     model: nn.Module = model_of(args)
     if WORLD_SIZE > 1:
+        dist.init_process_group("gloo")
         model = DistributedDataParallel(model)
     train(args, model, sgd_of(model))
     if WORLD_SIZE > 1:
