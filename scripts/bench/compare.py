@@ -44,8 +44,8 @@ TARGET_ACCURACY = 0.97
 """The column "s to 97%" is the training time up to the first epoch that reaches this test accuracy."""
 
 COLUMNS = (
-    Column("recipe", "recipe", "{}"),
-    Column("processes", "world_size", "{}"),
+    Column("recipe", "recipe"),
+    Column("processes", "world_size"),
     Column("samples/s", "samples_per_s", "{:,.0f}"),
     Column("s per epoch", "epoch_s", "{:.3f}"),
     Column(f"s to {TARGET_ACCURACY:.0%}", "target_s", "{:.2f}"),

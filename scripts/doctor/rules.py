@@ -226,6 +226,7 @@ def shared_folder(case: Case) -> Findings:
 
 
 OWN_IMAGE = "make setup on each node, or the same image everywhere"
+SAME_REVISION = "check out the same revision, or use the same image"
 VERSIONS: dict[str, tuple[Callable[[Facts], str | None], str]] = {
     "torch": (lambda facts: (facts.get("torch") or {}).get("version"), OWN_IMAGE),
     "NCCL": (lambda facts: (facts.get("torch") or {}).get("nccl"), OWN_IMAGE),
@@ -234,14 +235,8 @@ VERSIONS: dict[str, tuple[Callable[[Facts], str | None], str]] = {
         lambda facts: ", ".join(sorted({gpu["driver_version"] for gpu in facts.get("gpus") or []})),
         "install the same NVIDIA driver on each node",
     ),
-    "our revision": (
-        lambda facts: facts.get("revision"),
-        "check out the same revision, or use the same image (give a new build a new tag)",
-    ),
-    "our code": (
-        lambda facts: facts.get("code"),
-        "files of recipes/ or scripts/ differ: check out the same revision, or use the same image",
-    ),
+    "our revision": (lambda facts: facts.get("revision"), f"{SAME_REVISION} (give a new build a new tag)"),
+    "our code": (lambda facts: facts.get("code"), f"files of recipes/ or scripts/ differ: {SAME_REVISION}"),
 }
 
 

@@ -204,13 +204,9 @@ def compute_of(args: Namespace, options: Options, kind: Kind, workload: Workload
     return cost_model.split_compute(seconds), f"ESTIMATED: {args.utilisation:.0%} of {peak}; better measure it"
 
 
-def plan_row(
-    nodes: int, args: Namespace, options: Options, kind: Kind, workload: Workload, compute: Compute
-) -> Row:
-    """Return the figures of one number of nodes; raises UserError if it does not fit the batch or data."""
-    cluster, method = cluster_of(args, nodes), method_of(args, options)
-    ranks, shards = cluster.ranks, method.shards(cluster.ranks)
-    parts = ranks // method.tensor_parallel  # all ranks of a replica of tensor have the same samples
+def global_batch_of(args: Namespace, options: Options, kind: Kind, method: Method, ranks: int) -> int:
+    """Return the samples of a step on so many ranks; raises UserError if they do not fit the batch or data."""
+    shards, parts = method.shards(ranks), ranks // method.tensor_parallel
     for name, size in (("--tensor-parallel", method.tensor_parallel), ("--replicas", method.replicas)):
         check_cases((ranks % size, f"{name} {size} does not divide {ranks} ranks; change it, NODES or GPUS"))
     uneven = f"{shards} ranks of a replica and GPUS={args.gpus}: neither divides the other; change one of them"
@@ -221,6 +217,17 @@ def plan_row(
     except UserError as error:
         given = "" if args.is_fixed_batch else f"--local-batch-size {args.local_batch_size} on {parts} ranks: "
         raise UserError(f"{given}{error}") from None
+    return global_batch
+
+
+def plan_row(
+    nodes: int, args: Namespace, options: Options, kind: Kind, workload: Workload, compute: Compute
+) -> Row:
+    """Return the figures of one number of nodes; raises UserError as global_batch_of()."""
+    cluster, method = cluster_of(args, nodes), method_of(args, options)
+    ranks, shards = cluster.ranks, method.shards(cluster.ranks)
+    parts = ranks // method.tensor_parallel  # all ranks of a replica of tensor have the same samples
+    global_batch = global_batch_of(args, options, kind, method, ranks)
     group = options.batchnorm_group or 1
     local = group * math.ceil(global_batch / group / parts)  # all ranks wait for the largest share
     # Each rank runs the optimizer on its own part of the state.
