@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from scripts.bench.figures import NOT_MEASURED, Figure, median_and_range, number
 from scripts.drill.faults import FAULTS, ROUNDS
@@ -161,6 +162,26 @@ MARKERS = "sD^vP"
 TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 1.5, 2, 5)
 
 
+def draw_row(axis: Any, y: int, row: Figure, peers: list[Figure], markers: dict[str, str], is_time: bool) -> None:
+    """Draw a figure with its limit and its goal in a row, and its peers, each with the marker of its name."""
+    middle, low, high = row.values if is_time else row.share
+    goal = float(row.goal.split()[1]) if row.goal else 1.0
+    limit = goal if is_time else 1.0
+    axis.plot([middle, limit], [y, y], color="0.85", zorder=1)
+    axis.plot([low, high], [y, y], color="C0", linewidth=3, alpha=0.4)
+    label = "measured, goal missed" if row.is_met is False else "measured"
+    axis.plot(middle, y, "o", color="C3" if row.is_met is False else "C0", label=label)
+    axis.plot(limit, y, "|", color="black", markersize=12, markeredgewidth=2, label="limit")
+    if row.goal and not is_time:
+        at = 1 / goal if row.goal.startswith("<=") else goal
+        axis.plot(at, y, "|", color="C2", markersize=12, label="goal")
+    for one in peers:
+        label = one.peer.split(",")[0]
+        marker = markers.setdefault(label, MARKERS[len(markers) % len(MARKERS)])
+        axis.plot(middle / one.share[0], y, marker, color="0.45", fillstyle="none", label=label)
+    axis.text(1.01, y, number(middle), va="center", fontsize=8, transform=axis.get_yaxis_transform())
+
+
 def draw(question: Question, figures: Sequence[Figure], path: Path) -> None:
     """Draw the figures that have a limit, and their peers; draw nothing if there are none."""
     from matplotlib.figure import Figure as Picture
@@ -173,23 +194,9 @@ def draw(question: Question, figures: Sequence[Figure], path: Path) -> None:
     axis = picture.subplots()
     markers: dict[str, str] = {}
     for y, row in enumerate(rows):
-        middle, low, high = row.values if question.is_time else row.share
-        goal = float(row.goal.split()[1]) if row.goal else 1.0
-        limit = goal if question.is_time else 1.0
-        axis.plot([middle, limit], [y, y], color="0.85", zorder=1)
-        axis.plot([low, high], [y, y], color="C0", linewidth=3, alpha=0.4)
-        label = "measured, goal missed" if row.is_met is False else "measured"
-        axis.plot(middle, y, "o", color="C3" if row.is_met is False else "C0", label=label)
-        axis.plot(limit, y, "|", color="black", markersize=12, markeredgewidth=2, label="limit")
-        if row.goal and not question.is_time:
-            at = 1 / goal if row.goal.startswith("<=") else goal
-            axis.plot(at, y, "|", color="C2", markersize=12, label="goal")
-        for one in figures:
-            if (one.part, one.name) == (row.part, row.name) and not one.is_limit and one.measured:
-                label = one.peer.split(",")[0]
-                marker = markers.setdefault(label, MARKERS[len(markers) % len(MARKERS)])
-                axis.plot(middle / one.share[0], y, marker, color="0.45", fillstyle="none", label=label)
-        axis.text(1.01, y, number(middle), va="center", fontsize=8, transform=axis.get_yaxis_transform())
+        same = [one for one in figures if (one.part, one.name) == (row.part, row.name)]
+        peers = [one for one in same if not one.is_limit and one.measured]
+        draw_row(axis, y, row, peers, markers, question.is_time)
     axis.set_yticks(range(len(rows)), [textwrap.shorten(row.name, 52, placeholder=" ...") for row in rows])
     axis.tick_params(labelsize=8)
     axis.tick_params(axis="y", length=0)

@@ -40,14 +40,9 @@ def read_node(rdzv_timeout_s: int = 300) -> Node:
     if node_rank >= nnodes:
         raise UserError(f"NODE_RANK {node_rank} of NNODES {nnodes}: node ranks count from 0")
     master_addr, master_port = read_master(nnodes)
-    return Node(
-        nnodes,
-        node_rank,
-        nproc_per_node=read_number("NPROC_PER_NODE", 1, at_least=1),
-        master_addr=master_addr,
-        master_port=master_port,
-        rdzv_timeout_s=read_number("RDZV_TIMEOUT_S", rdzv_timeout_s, at_least=1),
-    )
+    nproc_per_node = read_number("NPROC_PER_NODE", 1, at_least=1)
+    timeout_s = read_number("RDZV_TIMEOUT_S", rdzv_timeout_s, at_least=1)
+    return Node(nnodes, node_rank, nproc_per_node, master_addr, master_port, timeout_s)
 
 
 @contextlib.contextmanager

@@ -385,17 +385,9 @@ def create_handler(endpoint: str, job: str, min_nodes: int, node: Node, address:
     JobClock.offset_s = float(store.get("clock")) - time.monotonic()
     timeouts = Timeouts(join=timedelta(seconds=node.rdzv_timeout_s))
     Handler._node_desc_generator.number = node.node_rank
-    handler = Handler.from_backend(
-        job,
-        store,
-        Backend(connect(endpoint), job),
-        min_nodes,
-        node.nnodes,
-        address,
-        timeouts,
-        keep_alive_interval=beat_interval_s(node.nnodes),
-        keep_alive_max_attempt=SILENT_BEATS,
-    )
+    backend = Backend(connect(endpoint), job)
+    beats = {"keep_alive_interval": beat_interval_s(node.nnodes), "keep_alive_max_attempt": SILENT_BEATS}
+    handler = Handler.from_backend(job, store, backend, min_nodes, node.nnodes, address, timeouts, **beats)
     assert isinstance(handler, Handler)
     timeouts.is_first = lambda: handler._state_holder.state.round == 0
     return handler
