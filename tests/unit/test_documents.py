@@ -124,7 +124,7 @@ def test_every_flag_exists(name):
         lines = [
             line
             for line in code.splitlines()
-            if not re.match(r"\s*(pip|docker|kubectl|helm|kind|git|uv|sbatch|srun) ", line)
+            if not re.match(r"\s*(pip|docker|kubectl|helm|kind|git|uv|sbatch|srun|scancel) ", line)
         ]
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", "\n".join(lines)):
             assert flag in known, f"{name}: {flag}"
