@@ -331,6 +331,13 @@ def test_a_host_name_of_64_characters(tmp_path, main):
     assert (result.status, result.stdout, result.stderr) == (0, "trains\n", "")
 
 
+@pytest.mark.parametrize(("limit", "words"), [(2**21, "warning: ulimit -v is 2097152 kB, "), ("unlimited", "")])
+def test_a_small_address_space_is_a_warning(limit, words):
+    """The import of torch then fails with a traceback that says nothing of a limit."""
+    done = run_command("bash", "-c", f"ulimit -v {limit}; exec scripts/launch.sh single", PYTHON="true")
+    assert (done.status, done.stderr.startswith(words), done.stderr.count("\n")) == (0, True, bool(words))
+
+
 def test_a_signal_to_an_agent_that_is_about_to_end_is_no_error(monkeypatch, tmp_path):
     """An elastic node repeats a signal every second until its agent has ended."""
     monkeypatch.setattr(signal, "sigwait", lambda _: signal.SIGUSR1)
