@@ -319,9 +319,10 @@ def test_text_resumes_in_a_pipeline_at_the_exact_sample(train, text):
 # ---- given weights
 
 
-@each_size
-def test_given_weights_train_as_in_single(train, single, recipe, world_size):
+@each
+def test_given_weights_train_as_in_single(train, single, recipe):
     """Only the weights are taken: the run has step 1 again, another batch, and momentum from zero."""
+    world_size = recipe.world_sizes[0]
     size, given = str(recipe.batch_size(world_size)), ("--weights", str(single(BY_NAME["single"], 1)))
     argv = (*DIGITS, *given, "--max-steps", "6")
     path = train(recipe.name, world_size, *recipe.argv(world_size), *argv)

@@ -116,7 +116,7 @@ def test_every_target_of_make_exists(name):
 def test_every_flag_exists(name):
     known = known_flags() | OTHERS_FLAGS
     for code in code_of(text_of(name)):
-        own = re.sub(r"^\s*(pip|docker|kubectl|helm|kind|git|uv|sbatch|srun) .*", "", code, flags=re.MULTILINE)
+        own = re.sub(r"^\s*(pip|docker|kubectl|helm|kind|git|uv|sbatch|srun|scancel) .*", "", code, flags=re.MULTILINE)
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", own):
             assert flag in known, f"{name}: {flag}"
 
