@@ -89,6 +89,12 @@ def test_the_gradient_of_a_rank_s_own_part_of_a_tensor_is_recorded(tmp_path):
     assert (sum(observer.record["weights"]), sum(observer.record["final"])) == (3, 6)
 
 
+@pytest.mark.parametrize("gradient", [torch.eye(3), torch.eye(3).to_sparse(), torch.eye(3, dtype=torch.complex64)])
+def test_the_control_run_changes_gradients_by_a_rounding_error(tmp_path, gradient):
+    observe.Observer(tmp_path, 0).round_differently([gradient, None])
+    assert 0 < (gradient.to_dense() - torch.eye(3)).abs().max() < 10 * 2**-23
+
+
 def test_batches_without_values_are_left_out(tmp_path):
     """As those of a model that counts operations, and of gradients for each sample."""
     observer = observe.Observer(tmp_path, 0)
