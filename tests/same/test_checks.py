@@ -428,6 +428,7 @@ def with_evaluations(run, *ranks, collectives=1):
         ((["012"], ["345"]), 1, "unknown"),
         ((["01234"], []), 1, "unknown"),
         (([], ["01234"]), 1, "unknown"),
+        ((["012340"], []), 1, "unknown"),
     ],
 )
 def test_why_an_evaluation_differs(ranks, collectives, cause):
@@ -490,6 +491,80 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(resumed, cause):
     whole = printed("test_loss 1.25", 2)
     found = check_resumed(resumed, whole)
     assert (found and found.cause) == cause
+
+
+def moved(values, share):
+    """Return values that differ from these by a relative share."""
+    return (values * (1 + share),) * 2
+
+
+@pytest.mark.parametrize(
+    ("i", "name", "change", "cause", "what"),
+    [
+        (
+            0,
+            "rows",
+            lambda rows: (["0", "2", "4", "6", "8", "10"], ["1", "3", "5", "7", "9", "11"]),
+            "data-repeated",
+            "those of step 1",
+        ),
+        (
+            1,
+            "rows",
+            lambda rows: (["40"], ["41"]),
+            "other-data-after-resume",
+            "not those of step 4 without a stop",
+        ),
+        (0, "weights", lambda weights: moved(weights, 1e-5), "weights-not-resumed", "1.0e-05 from the nearest"),
+        (
+            0,
+            "weights",
+            lambda weights: (weights, weights * 2),
+            "weights-not-resumed",
+            "differ between ranks by 1.0e+00",
+        ),
+        (1, "lr", lambda rates: ([0.1, 0.2],) * 2, "learning-rate-not-resumed", "0.1 0.2, 0.1 without a stop"),
+        (
+            1,
+            "after",
+            lambda weights: moved(weights, 1e-3),
+            "optimizer-not-resumed",
+            "update of the weights: differs by ",
+        ),
+    ],
+)
+def test_the_first_difference_of_a_resumed_run_is_named(i, name, change, cause, what):
+    run = resumed_at(2)
+    found = check_resumed(with_fields(run, i, **{name: change(run.steps[i][0][name])}), record(2, GRADIENTS))
+    assert found.what.startswith(
+        "first resumed step, weights: " if name == "weights" else f"step {3 + i}, resumed, "
+    )
+    assert found.cause == cause
+    assert what in found.what
+
+
+SAME_TORCH = [Finding("same-augmentation", "first sample, augmentation: the state of torch is equal on all ranks")]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "found"),
+    [
+        (([(0, 1, 2)], [(0, 1, 3)], [(0, 1, 4)]), SAME_TORCH),
+        (([(0, 1, 2)], [(0, 1, 3)], [(0, 5, 4)]), []),
+        (([(0, 1, 2), (1, 5, 2)], [(0, 3, 4), (1, 5, 4)], [(0, 6, 7), (1, 5, 7)]), SAME_TORCH),
+        (([(0, 1, 2), (0, 5, 2)], [(0, 3, 4), (0, 5, 4)], [(0, 6, 7), (0, 5, 7)]), []),
+        (([(0, 1, 2)], [(0, 1, 3)], [(1, 1, 4)]), []),
+    ],
+    ids=["all", "two", "another worker", "a later sample", "not that worker"],
+)
+def test_first_samples_that_draw_the_same_numbers_on_all_ranks_are_found(ranks, found):
+    """Each event has the number of its worker, and a checksum of torch's and of numpy's state."""
+    run = record(3, GRADIENTS)
+    for lines, events in zip(run.events, ranks, strict=True):
+        for worker, of_torch, of_numpy in events:
+            states = {"torch": of_torch, "numpy": of_numpy}
+            lines.append({"event": "augmentation", "worker": worker, "states": states})
+    assert findings(run) == found
 
 
 def test_a_loss_is_read_from_what_the_module_logging_writes(tmp_path):
