@@ -225,9 +225,11 @@ class Observer:
         generator = torch.Generator().manual_seed(self.steps)
         for gradient in gradients:
             if gradient is not None:
-                noise = torch.randn(gradient.shape, generator=generator).to(gradient)
-                scale = gradient.detach().abs() + gradient.detach().norm() / max(1, gradient.numel()) ** 0.5
-                gradient.detach().add_(noise * scale * torch.finfo(gradient.dtype).eps)
+                own = gradient.detach()
+                own = own._values() if own.is_sparse else own
+                noise = torch.randn(own.shape, generator=generator).to(own)
+                scale = own.abs() + own.norm() / max(1, own.numel()) ** 0.5
+                own.add_(noise * scale * torch.finfo(own.dtype).eps)
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Write the step's event once the outer optimizer has finished."""

@@ -20,7 +20,7 @@ from recipes.common.errors import UserError
 from scripts.same import observe, script_job
 from scripts.same.__main__ import Session, main, parse_args
 from scripts.same.causes import CAUSES, Finding
-from scripts.same.checks import Rounding, check_resumed, compare_runs
+from scripts.same.checks import Rounding, check_resumed, compare_runs, largest_gradient_difference
 from scripts.same.printed import read_series
 from scripts.same.recorded_run import Run, load
 from tests.same.bugs import BUGS, NO_BUGS, RESUME_BUGS, plant
@@ -87,6 +87,12 @@ def test_the_gradient_of_a_rank_s_own_part_of_a_tensor_is_recorded(tmp_path):
     finally:
         dist.destroy_process_group()
     assert (sum(observer.record["weights"]), sum(observer.record["final"])) == (3, 6)
+
+
+@pytest.mark.parametrize("gradient", [torch.eye(3), torch.eye(3).to_sparse(), torch.eye(3, dtype=torch.complex64)])
+def test_the_control_run_changes_gradients_by_a_rounding_error(tmp_path, gradient):
+    observe.Observer(tmp_path, 0).round_differently([gradient, None])
+    assert 0 < (gradient.to_dense() - torch.eye(3)).abs().max() < 10 * 2**-23
 
 
 def test_batches_without_values_are_left_out(tmp_path):
@@ -338,7 +344,19 @@ RUNS |= {
         with_fields(record(2, GRADIENTS), 0, rows=(ALL_ROWS, ALL_ROWS)),
         [("redundant", "step 1, samples")],
     ),
+    "one draw": (
+        record(2, GRADIENTS, moved=["torch"], random={"torch": 7, "numpy": 8}),
+        [
+            ("same-augmentation", "step 1, random numbers of the step"),
+            ("uncontrolled", "step 1, random numbers"),
+        ],
+    ),
     "one mask": (record(2, GRADIENTS, dropout=True, random={"torch": 7}), [("same-dropout", "step 1, dropout")]),
+    "a mask for each rank": (
+        with_fields(record(2, GRADIENTS, dropout=True), 0, random=({"torch": 7}, {"torch": 8})),
+        [],
+    ),
+    "one state without an effect": (record(2, GRADIENTS, random={"torch": 7}), []),
     "parts of the model": (record(2, GRADIENTS, shapes=2), [("not-replicated", "weights")]),
 }
 
@@ -392,6 +410,31 @@ def test_what_is_not_finite_is_a_difference():
 def test_what_is_printed_is_compared_to_its_own_last_digit_and_rounding(one, control, two, found):
     seen = causes(printed(two, 2), printed(one), printed(control or one))
     assert [cause for cause, _ in seen] == found
+
+
+def with_evaluations(run, *ranks, collectives=1):
+    """Return a run whose ranks have evaluated these samples, by rank and evaluation."""
+    for lines, evaluations in zip(run.events, ranks, strict=True):
+        lines += [{"event": "evaluation", "rows": rows, "collectives": collectives} for rows in evaluations]
+    return run
+
+
+@pytest.mark.parametrize(
+    ("ranks", "collectives", "cause"),
+    [
+        ((["0123"], ["0123"]), 0, "one-rank-evaluation"),
+        ((["012"], ["342"]), 1, "padded-evaluation"),
+        ((["0", "012"], ["1", "34"]), 1, "mean-of-means"),  # Lightning begins with a few samples
+        ((["012"], ["345"]), 1, "unknown"),
+        ((["01234"], []), 1, "unknown"),
+        (([], ["01234"]), 1, "unknown"),
+        ((["012340"], []), 1, "unknown"),
+    ],
+)
+def test_why_an_evaluation_differs(ranks, collectives, cause):
+    first = with_evaluations(printed("test_loss 1.25"), ["01", "01234"])
+    run = with_evaluations(printed("test_loss 1.75", 2), *ranks, collectives=collectives)
+    assert [found for found, _ in causes(run, first)] == [cause]
 
 
 def test_a_pattern_that_finds_no_number_is_refused():
@@ -448,6 +491,80 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(resumed, cause):
     whole = printed("test_loss 1.25", 2)
     found = check_resumed(resumed, whole)
     assert (found and found.cause) == cause
+
+
+def moved(values, share):
+    """Return values that differ from these by a relative share."""
+    return (values * (1 + share),) * 2
+
+
+@pytest.mark.parametrize(
+    ("i", "name", "change", "cause", "what"),
+    [
+        (
+            0,
+            "rows",
+            lambda rows: (["0", "2", "4", "6", "8", "10"], ["1", "3", "5", "7", "9", "11"]),
+            "data-repeated",
+            "those of step 1",
+        ),
+        (
+            1,
+            "rows",
+            lambda rows: (["40"], ["41"]),
+            "other-data-after-resume",
+            "not those of step 4 without a stop",
+        ),
+        (0, "weights", lambda weights: moved(weights, 1e-5), "weights-not-resumed", "1.0e-05 from the nearest"),
+        (
+            0,
+            "weights",
+            lambda weights: (weights, weights * 2),
+            "weights-not-resumed",
+            "differ between ranks by 1.0e+00",
+        ),
+        (1, "lr", lambda rates: ([0.1, 0.2],) * 2, "learning-rate-not-resumed", "0.1 0.2, 0.1 without a stop"),
+        (
+            1,
+            "after",
+            lambda weights: moved(weights, 1e-3),
+            "optimizer-not-resumed",
+            "update of the weights: differs by ",
+        ),
+    ],
+)
+def test_the_first_difference_of_a_resumed_run_is_named(i, name, change, cause, what):
+    run = resumed_at(2)
+    found = check_resumed(with_fields(run, i, **{name: change(run.steps[i][0][name])}), record(2, GRADIENTS))
+    assert found.what.startswith(
+        "first resumed step, weights: " if name == "weights" else f"step {3 + i}, resumed, "
+    )
+    assert found.cause == cause
+    assert what in found.what
+
+
+SAME_TORCH = [Finding("same-augmentation", "first sample, augmentation: the state of torch is equal on all ranks")]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "found"),
+    [
+        (([(0, 1, 2)], [(0, 1, 3)], [(0, 1, 4)]), SAME_TORCH),
+        (([(0, 1, 2)], [(0, 1, 3)], [(0, 5, 4)]), []),
+        (([(0, 1, 2), (1, 5, 2)], [(0, 3, 4), (1, 5, 4)], [(0, 6, 7), (1, 5, 7)]), SAME_TORCH),
+        (([(0, 1, 2), (0, 5, 2)], [(0, 3, 4), (0, 5, 4)], [(0, 6, 7), (0, 5, 7)]), []),
+        (([(0, 1, 2)], [(0, 1, 3)], [(1, 1, 4)]), []),
+    ],
+    ids=["all", "two", "another worker", "a later sample", "not that worker"],
+)
+def test_first_samples_that_draw_the_same_numbers_on_all_ranks_are_found(ranks, found):
+    """Each event has the number of its worker, and a checksum of torch's and of numpy's state."""
+    run = record(3, GRADIENTS)
+    for lines, events in zip(run.events, ranks, strict=True):
+        for worker, of_torch, of_numpy in events:
+            states = {"torch": of_torch, "numpy": of_numpy}
+            lines.append({"event": "augmentation", "worker": worker, "states": states})
+    assert findings(run) == found
 
 
 def test_a_loss_is_read_from_what_the_module_logging_writes(tmp_path):
@@ -527,6 +644,64 @@ def test_ranks_that_draw_the_same_samples_before_the_last_batch_are_not_sharded(
         records[1]["rows"] = ["0", "1"]
     shared = Finding("not-sharded", "epoch 1, samples: ranks share 1")
     assert (shared in findings(run, first)) == is_found
+
+
+def test_ranks_that_draw_the_whole_batch_or_from_their_own_data_share_no_samples():
+    batches = [[0, 1], [2, 3], [4, 5]]
+    first = with_batches(record(1, GRADIENTS), batches)
+    assert causes(with_batches(record(2, GRADIENTS), batches, batches), first) == [
+        ("redundant", "step 1, samples")
+    ]
+    run = with_batches(record(2, GRADIENTS), batches, batches)
+    for number, lines in enumerate(run.events):
+        for line in lines:
+            line.update({"size": 6} if line["event"] == "batch" else {"rows": ["0", f"{number}"]})
+    assert "not-sharded" not in dict(causes(run, first))
+
+
+def with_rows(run, change):
+    """Return a run with these changes of each rank's samples in each step: change(rows, rank)."""
+    for records in run.steps:
+        for rank, one in enumerate(records):
+            one["rows"] = change(one["rows"], rank)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("change", "of_replay", "found"),
+    [
+        (lambda rows, rank: [f"a{row}" for row in rows], None, ["other-order", "loss-scaled"]),
+        (lambda rows, rank: [f"a{row}" for row in rows], lambda rows, rank: [f"b{row}" for row in rows], []),
+        (
+            lambda rows, rank: rows[rank:],
+            lambda rows, rank: rows[:1] + rows[2:],
+            ["dropped-samples", "loss-scaled"],
+        ),
+    ],
+    ids=["its batches", "others", "lost samples"],
+)
+def test_one_process_with_the_batches_of_the_ranks_is_the_reference(change, of_replay, found):
+    run = with_rows(record(2, GRADIENTS), change)
+    replay = with_rows(record(1, 2 * GRADIENTS), of_replay or change)
+    first = record(1, GRADIENTS)
+    assert [one.cause for one in compare_runs(run, first, replay, Rounding(first, first))] == found
+
+
+def test_ranks_that_all_train_on_the_whole_batch_are_compared_with_that_batch():
+    first, doubled = record(1, GRADIENTS), [[str(12 * i + row) for row in range(12)] for i in range(NUM_STEPS)]
+    run = record(2, GRADIENTS)
+    for records, rows in zip(run.steps, doubled, strict=True):
+        for one in records:
+            one["rows"] = rows
+    replay = with_rows(record(1, 2 * GRADIENTS), lambda rows, _: rows * 2)
+    found = compare_runs(run, first, replay, Rounding(first, first))
+    assert [one.cause for one in found] == ["redundant"]
+
+
+def test_the_largest_difference_is_that_of_ranks_that_hold_the_whole_model():
+    first = record(1, GRADIENTS)
+    assert largest_gradient_difference(record(2, 2 * GRADIENTS), first) == pytest.approx(1)
+    assert largest_gradient_difference(record(2, 2 * GRADIENTS, shapes=2), first) == 0
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,17 @@ def test_shards_are_gathered_and_gradients_scattered(method, sent):
     assert found.step_s > 3.0
 
 
+@pytest.mark.parametrize(
+    ("recipe", "mib", "count", "messages"),
+    [("fsdp", 12.5, 6, 3 * 3), ("horovod", 64, 3, 2)],  # blocks of 25 MiB, three times; up to 128 MiB together
+)
+def test_how_many_bytes_fsdp_and_horovod_send_together(recipe, mib, count, messages):
+    """Between two nodes, a message takes two hops of a second; a gather or a scatter takes one."""
+    gradients = [Gradient((int(mib * 1024), 256), (i + 1) / count) for i in range(count)]
+    found = step(gradients, Compute(1.0, 2.0), Cluster(2, 1, Link(1.0, 1e15)), Method(recipe))
+    assert found.exchange_s == pytest.approx(messages * (1 if recipe == "fsdp" else 2))
+
+
 def test_layers_wait_for_sums_and_replicas_sum_gradients():
     """Four ranks, replicas of two, sums of 1 MB forward and backward: each takes a second and two hops."""
     method = Method("tensor", bucket_cap_mb=1e3, tensor_parallel=2, sums=(1e6, 1e6))
@@ -401,8 +412,13 @@ def test_dalys_interval_is_the_best_one(cost_s, mtbf_s):
     best = max(range(1, 20_000, 1), key=lambda seconds: useful_share(seconds, cost_s, mtbf_s, 300))
     assert daly == pytest.approx(best, rel=0.01)
     assert math.sqrt(2 * cost_s * mtbf_s) == pytest.approx(daly + cost_s, rel=0.15)
-    assert daly_interval_s(3 * mtbf_s, mtbf_s) == mtbf_s
+    assert daly_interval_s(2 * mtbf_s, mtbf_s) == daly_interval_s(3 * mtbf_s, mtbf_s) == mtbf_s
     assert useful_share(1000, 10, 1, 300) == 0, "a hopeless job gets nowhere"
+
+
+def test_dalys_interval_has_his_three_terms():
+    """Of equal cost and MTBF: sqrt(2) (1 + sqrt(1/2) / 3 + 1/2 / 9) - 1."""
+    assert daly_interval_s(1.0, 1.0) == pytest.approx(0.826114)
 
 
 # ---- the model, without memory or time
