@@ -32,6 +32,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.MULTILINE)
 RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
 
+OTHERS_COMMANDS = "pip|docker|kubectl|helm|kind|git|uv|sbatch|srun|scancel"
 OTHERS_FLAGS = {
     *("--max-restarts", "--master-addr", "--master-port", "--gloo", "--check-build"),  # torchrun, horovodrun
     *("--array", "--container-image", "--exclusive", "--export", "--gres", "--hint"),  # Slurm
@@ -116,7 +117,7 @@ def test_every_target_of_make_exists(name):
 def test_every_flag_exists(name):
     known = known_flags() | OTHERS_FLAGS
     for code in code_of(text_of(name)):
-        own = re.sub(r"^\s*(pip|docker|kubectl|helm|kind|git|uv|sbatch|srun|scancel) .*", "", code, flags=re.MULTILINE)
+        own = re.sub(rf"^\s*({OTHERS_COMMANDS}) .*", "", code, flags=re.MULTILINE)
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", own):
             assert flag in known, f"{name}: {flag}"
 
