@@ -84,30 +84,23 @@ def rails(names, link_layer="InfiniBand", driver="mlx5_core"):
 
 DGX = rails("mlx5_0 mlx5_3 mlx5_4 mlx5_5 mlx5_6 mlx5_9 mlx5_10 mlx5_11")
 MACHINES = {
-    "DGX H100, storage on Ethernet": (
-        DGX + rails("mlx5_1 mlx5_2 mlx5_7 mlx5_8", "Ethernet"),
-        ("ib (mlx5_0)", "^=mlx5_1,mlx5_2,mlx5_7,mlx5_8"),
-    ),
+    "DGX H100, storage on Ethernet": (DGX + rails("mlx5_1 mlx5_2 mlx5_7 mlx5_8", "Ethernet"),
+        ("ib (mlx5_0)", "^=mlx5_1,mlx5_2,mlx5_7,mlx5_8")),
     "DGX H100, storage on InfiniBand": (DGX + rails("mlx5_1 mlx5_2 mlx5_7 mlx5_8"), ("ib (mlx5_0)", None)),
     "HGX, a bond for storage": (
         rails("mlx5_1 mlx5_2 mlx5_3 mlx5_4 mlx5_5 mlx5_6 mlx5_7 mlx5_8") + rails("mlx5_bond_0", "Ethernet"),
-        ("ib (mlx5_1)", "^=mlx5_bond_0"),
-    ),
+        ("ib (mlx5_1)", "^=mlx5_bond_0")),
     "HGX, ConnectX ports on Ethernet only": (
         rails("mlx5_0 mlx5_1 mlx5_2 mlx5_3 mlx5_4 mlx5_5 mlx5_6 mlx5_7 mlx5_8", "Ethernet"),
-        ("roce (mlx5_0)", None),
-    ),
-    "Azure ND H100 v5": (
-        rails("mlx5_ib0 mlx5_ib1 mlx5_ib2 mlx5_ib3 mlx5_ib4 mlx5_ib5 mlx5_ib6 mlx5_ib7")
-        + rails("mlx5_an0", "Ethernet"),
-        ("ib (mlx5_ib0)", "^=mlx5_an0"),
-    ),
+        ("roce (mlx5_0)", None)),
+    "Azure ND H100 v5": (rails("mlx5_ib0 mlx5_ib1 mlx5_ib2 mlx5_ib3 mlx5_ib4 mlx5_ib5 mlx5_ib6 mlx5_ib7")
+        + rails("mlx5_an0", "Ethernet"), ("ib (mlx5_ib0)", "^=mlx5_an0")),
     "AWS p5": (rails("rdmap79s0 rdmap80s0 rdmap81s0 rdmap82s0", "Unspecified", "efa"), ("efa (rdmap79s0)", None)),
     "AWS p4d, kernel names": (rails("efa_0 efa_1 efa_2 efa_3", "Unspecified", "efa"), ("efa (efa_0)", None)),
     "GCP A3 High, gVNIC only": ([], ("tcp (no RDMA device)", None)),
     "GCP A3 Ultra": (rails("mlx5_0 mlx5_1 mlx5_2 mlx5_3", "Ethernet"), ("roce (mlx5_0)", None)),
     "a virtual machine": ([], ("tcp (no RDMA device)", None)),
-}
+}  # fmt: skip
 """/sys/class/infiniband after the makers' documentation: devices, the fabric to be found, and NCCL_IB_HCA."""
 
 
@@ -191,19 +184,15 @@ def test_the_sites_file_is_read_and_what_is_set_stays(tmp_path):
         assert "secret" not in line
 
 
-def test_a_sites_file_may_have_the_line_ends_of_windows(tmp_path):
-    site = tmp_path / "site.env"
-    site.write_bytes(b"# ours\r\n\r\nNCCL_DEBUG=WARN\r\nFABRIC=tcp\r\n")
-    status, line, variables = source("auto", tmp_path, SITE_ENV=str(site))
-    assert (status, variables["NCCL_DEBUG"], "fabric tcp (FABRIC)" in line) == (0, "WARN", True), line
-
-
-def test_a_sites_other_variables_are_printed_by_name(tmp_path):
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"], ids=["unix", "windows"])
+def test_a_sites_other_variables_are_printed_by_name(tmp_path, end):
     """The line is in each node's log, and the address of a proxy may have a password."""
     site = tmp_path / "site.env"
-    site.write_text("HTTPS_PROXY=http://me:secret@proxy\nHF_TOKEN=secret\nNCCL_DEBUG=WARN\n")
-    status, line, variables = source("tcp", tmp_path, SITE_ENV=str(site), HTTPS_PROXY="", HF_TOKEN="own-secret")
-    assert (status, variables["NCCL_DEBUG"], "secret" in line) == (0, "WARN", False)
+    own = b"# ours\n\nHTTPS_PROXY=http://me:secret@proxy\nHF_TOKEN=secret\nNCCL_DEBUG=WARN\nFABRIC=tcp\n"
+    site.write_bytes(own.replace(b"\n", end))
+    status, line, variables = source("auto", tmp_path, SITE_ENV=str(site), HTTPS_PROXY="", HF_TOKEN="own-secret")
+    assert (status, variables["NCCL_DEBUG"], "secret" in line) == (0, "WARN", False), line
+    assert "fabric tcp (FABRIC), " in line
     assert ": HTTPS_PROXY HF_TOKEN (as set) NCCL_DEBUG=WARN " in line
 
 
@@ -354,21 +343,16 @@ def test_a_name_that_is_ipv6s_loopback_here_gives_an_interface_that_others_reach
     ids=["default route", "no default route", "default route elsewhere"],
 )
 @pytest.mark.usefixtures("named_as_a_loopback")
-def test_an_interface_of_the_default_route_or_one_that_is_not_virtual_is_preferred(
-    monkeypatch, tmp_path, have, route, expected
-):
+def test_the_default_routes_interface_or_a_real_one_is_preferred(monkeypatch, tmp_path, have, route, expected):
     have({"docker0": ["172.17.0.1"], "eth0": ["10.0.0.1"], "eth1": ["10.1.0.1"]})
     (tmp_path / "route").write_text(f"Iface\tDestination\tGateway\tFlags\n{route}")
     monkeypatch.setattr(interface, "ROUTES", tmp_path / "route", raising=False)
     assert interface_to("node-a") == expected
 
 
-def test_no_such_host():
+def test_an_address_without_a_way_to_it_is_one_line():
     with pytest.raises(UserError, match=r"cannot resolve no-such-host\.invalid"):
         interface_to("no-such-host.invalid")
-
-
-def test_no_route_is_one_line():
     with refused(f"{socket.gethostname()} has no route to 255.255.255.255: "):  # refused without SO_BROADCAST
         interface_to("255.255.255.255")
 

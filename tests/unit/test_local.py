@@ -118,10 +118,8 @@ def test_the_death_of_an_elastic_job_s_store_is_named_with_the_remedy(monkeypatc
     monkeypatch.setattr(local, "FAILURE_GRACE_S", 0.1)
     job = start(local.ElasticJob(1, 3, "127.0.0.1", "to resume: again"), "sleep 60")
     job.store.kill()
-    assert (job.wait(), capsys.readouterr().err) == (
-        1,
-        "error: the job's store was killed by SIGKILL, so all nodes are stopped; to resume: again\n",
-    )
+    said = "error: the job's store was killed by SIGKILL, so all nodes are stopped; to resume: again\n"
+    assert (job.wait(), capsys.readouterr().err) == (1, said)
 
 
 def test_the_loss_of_all_nodes_of_an_elastic_job_is_named_with_the_remedy(capfd):

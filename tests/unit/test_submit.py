@@ -10,7 +10,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -80,10 +79,9 @@ def test_the_sbatch_file(tmp_path, sbatch_file):
     begin = f"begin_submitted {python} '' 10 {folder} {folder.parent}"
     assert f"source {shlex.quote(str(ROOT))}/slurm/job.sh\n{begin}\n" in text
     assert text.endswith("end_submitted $?")
-    assert (
-        f"srun --unbuffered --output {folder}/%j_%t_log.out --kill-on-bad-exit=1 --cpus-per-task=8 "
-        f"{python} -m scripts.launch.hold_signals -u -m submitit.core._submit {folder}"
-    ) in text.splitlines()
+    srun = f"srun --unbuffered --output {folder}/%j_%t_log.out --kill-on-bad-exit=1 --cpus-per-task=8"
+    rank = f"{python} -m scripts.launch.hold_signals -u -m submitit.core._submit {folder}"
+    assert f"{srun} {rank}" in text.splitlines()
 
 
 def test_what_is_not_given_is_left_to_the_cluster(tmp_path, sbatch_file):
@@ -94,41 +92,28 @@ def test_what_is_not_given_is_left_to_the_cluster(tmp_path, sbatch_file):
     assert "#SBATCH --ntasks-per-node=2\n" in text
 
 
-def test_gpus_may_have_a_type(tmp_path, sbatch_file):
-    text = sbatch_file(tmp_path / "mine", "ddp", "--gpus-per-node", "h100:8")
-    assert "#SBATCH --gpus-per-node=h100:8\n" in text
-    assert "#SBATCH --ntasks-per-node=8\n" in text
+def test_gpus_may_have_a_type_and_a_short_limit_leaves_a_quarter_for_the_checkpoint(tmp_path, sbatch_file):
+    text = sbatch_file(tmp_path / "mine", "ddp", "--gpus-per-node", "h100:8", "--time", "1")
+    for flag in ("gpus-per-node=h100:8", "ntasks-per-node=8", "signal=USR1@15"):
+        assert f"#SBATCH --{flag}\n" in text
 
 
-def test_ranks_have_a_quarter_of_a_short_limit_for_the_checkpoint(tmp_path, sbatch_file):
-    assert "#SBATCH --signal=USR1@15\n" in sbatch_file(tmp_path, "ddp", "--time", "1")
+def test_times():
+    texts = ("90", "90:30", "2:00:00", "1-12", "1-12:30", "1-0:0:1")
+    assert [submit.minutes(text) for text in texts] == [90, 91, 120, 2160, 2190, 1441]
+    for text in ("", "0", "0:00:00", "x", "1:2:3:4", "-5", "1h", "²"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expects minutes, 2:00:00 or 1-12:00:00"):
+            submit.minutes(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("90", 90), ("90:30", 91), ("2:00:00", 120), ("1-12", 2160), ("1-12:30", 2190), ("1-0:0:1", 1441)],
-)
-def test_times(text, expected):
-    assert submit.minutes(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "0", "0:00:00", "x", "1:2:3:4", "-5", "1h", "²"])
-def test_bad_times(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="expects minutes, 2:00:00 or 1-12:00:00"):
-        submit.minutes(text)
-
-
-@pytest.mark.parametrize(
-    ("points", "names"),
-    [
+def test_the_names_of_a_sweeps_runs():
+    for points, names in (
         ([{}], ["mine"]),
         ([{"lr": "0.1", "seed": "1"}, {"lr": "0.2", "seed": "1"}], ["mine-lr0.1-seed1", "mine-lr0.2-seed1"]),
         ([{"data-dir": "/data/a"}, {"data-dir": "/data/b"}], ["mine-0", "mine-1"]),
         ([{"name": "a" * 100}], ["mine-0"]),
-    ],
-)
-def test_the_names_of_a_sweeps_runs(points, names):
-    assert submit.run_names("mine", points) == names
+    ):
+        assert submit.run_names("mine", points) == names
 
 
 @pytest.mark.parametrize(
@@ -151,10 +136,7 @@ def test_the_names_of_a_sweeps_runs(points, names):
         ("ddp --local -- --resume auto", "--resume auto needs the run's name: NAME=... (--name)"),
         ("ddp --local --sweep lr", "SWEEP expects options such as lr=0.1,0.2, got 'lr'"),
         ("ddp --local --sweep lr=fast", "--lr: expects a number above 0, got 'fast'"),
-        (
-            "fsdp --local --nodes 2 --gpus-per-node 2 -- --replicas 3",
-            "--replicas 3 does not divide 4 processes; start a multiple of 3 processes, or give --replicas 1",
-        ),
+        ("fsdp --local --nodes 2 --gpus-per-node 2 -- --replicas 3", "--replicas 3 does not divide 4 processes"),
     ],
 )
 def test_refusals_are_one_line(tmp_path, monkeypatch, capsys, words, message):
@@ -169,11 +151,7 @@ def test_refusals_are_one_line(tmp_path, monkeypatch, capsys, words, message):
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [
-        ("", []),
-        ("--nproc-per-node 2", ["--nproc-per-node", "2"]),
-        ("--gpus-per-node 4", ["--nproc-per-node", "4"]),
-    ],
+    [("", ""), ("--nproc-per-node 2", "--nproc-per-node 2"), ("--gpus-per-node 4", "--nproc-per-node 4")],
 )
 def test_the_local_launcher_decides_on_processes_that_are_not_given(tmp_path, monkeypatch, words, expected):
     """By default `make run` starts a process for each GPU of this machine."""
@@ -181,7 +159,7 @@ def test_the_local_launcher_decides_on_processes_that_are_not_given(tmp_path, mo
     with pytest.raises(InterruptedError):
         submit.main(["ddp", "--local", *words.split(), "--name", "mine", "--", "--runs-dir", str(tmp_path)])
     command = os.execv.call_args.args[1]
-    assert command[3 : command.index("--")] == ["ddp", "--nodes", "1", *expected]
+    assert command[3 : command.index("--")] == ["ddp", "--nodes", "1", *expected.split()]
 
 
 def test_a_slurm_that_does_not_answer_is_one_line(tmp_path, monkeypatch, capsys):
@@ -234,18 +212,15 @@ def test_the_default_name_is_the_next_number(tmp_path):
         assert folder.is_dir()
 
 
-def test_squeue_knows_what_is_gone(commands):
+def test_squeue_knows_what_is_gone_and_the_last_state_outlives_a_controller_that_does_not_answer(commands):
     commands("squeue", "echo '8_0|COMPLETED|None|1|'; echo '8_1|PENDING|Resources|0|'")
     states = submit.ask_slurm("8", {})
     assert states == {"8_0": ("COMPLETED", "None", 1), "8_1": ("PENDING", "Resources", 0)}
     commands("squeue", "echo '8_1|RUNNING|None|0|'")
     assert submit.ask_slurm("8", states) == {"8_0": ("GONE", "None", 0), "8_1": ("RUNNING", "None", 0)}
-
-
-def test_the_last_state_outlives_a_controller_that_does_not_answer(commands):
-    commands("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
-    states = submit.ask_slurm("7", {"7": ("RUNNING", "None", 0)})
-    assert states == {"7": ("RUNNING", "slurm_load_jobs error: Unable to contact slurm controller", 0)}
+    error = "slurm_load_jobs error: Unable to contact slurm controller"
+    commands("squeue", f"echo '{error}' >&2; exit 1")
+    assert submit.ask_slurm("7", {"7": ("RUNNING", "None", 0)}) == {"7": ("RUNNING", error, 0)}
 
 
 def watched(folder, **seen):
@@ -420,11 +395,6 @@ def test_fabric_sh_is_refused_in_one_line(monkeypatch):
         fabric_environment(FABRIC="tcp")
 
 
-def test_a_job_unpickles_by_name():
-    assert Run.__module__ == "slurm.training"
-    assert Path(training.__file__).name == "training.py"
-
-
 def test_the_table_of_a_sweep_has_what_the_task_measures(tmp_path, capsys):
     runs = [Run("ddp", [], tmp_path / name, {"--lr": name}) for name in ("0.1", "0.2")]
     runs[0].folder.mkdir()
@@ -446,12 +416,11 @@ def test_the_table_of_a_sweep_has_what_the_task_measures(tmp_path, capsys):
     ("text", "columns"),
     [
         ('{"val_loss": 0.5, "model": "net", "steps": 3}', {"val_loss": "0.5", "steps": "3"}),
-        ("[0.5]", {}),
-        ("{0.5", {}),
-        (None, {}),
+        *((text, {}) for text in ("[0.5]", "{0.5", None)),
     ],
 )
 def test_the_table_of_a_scripts_sweep_has_the_numbers_of_its_result(tmp_path, capsys, text, columns):
+    assert Run.__module__ == "slurm.training", "a job unpickles by name"
     run = Run("ddp", [], tmp_path, {"lr": "0.1"}, {"SCRIPT": "train.py"})
     if text:
         (tmp_path / "result.json").write_text(text)
@@ -481,12 +450,9 @@ def test_a_sweep_has_the_status_of_its_worst_run(tmp_path, monkeypatch):
     assert submit.submit_to_slurm(args, tmp_path, runs) == 1
 
 
-def test_the_tenth_start_is_told_too(tmp_path, capsys):
+def test_the_last_lines_of_a_start_come_before_its_requeue(tmp_path, capsys):
     watched(tmp_path, restarts=9).look({"7": ("RUNNING", "None", 10)})
     assert "job 7: requeued, start 11" in capsys.readouterr().out
-
-
-def test_the_last_lines_of_a_start_come_before_its_requeue(tmp_path, capsys):
     job = watched(tmp_path)
     job.log.write_text("step 5\n")
     job.look({"7": ("RUNNING", "None", 0)})
