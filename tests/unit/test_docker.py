@@ -69,13 +69,12 @@ def test_images_get_the_driver_s_library_for_the_jpeg_engines():
     assert asked.split(",") == ["compute", "utility", "video"]
 
 
-def test_images_start_under_enroot_without_infiniband():
-    """Its hook for this variable starts no container on a node without /sys/class/infiniband."""
-    assert "MELLANOX" not in (ROOT / "docker/Dockerfile").read_text()
+def test_images_start_under_enroot():
+    """It starts containers by a login shell, and Debian's /etc/profile sets PATH.
 
-
-def test_a_login_shell_finds_the_images_python():
-    """enroot starts containers by a login shell, and Debian's /etc/profile sets PATH."""
+    Its hook for MELLANOX_* starts no container on a node without /sys/class/infiniband.
+    """
+    assert "MELLANOX" not in DOCKERFILE
     folder = re.search(r"ENV PATH=(\S+?):\$PATH", stage("FROM ${BASE_IMAGE} AS base"))[1]
     assert f'"PATH={folder}:\\$PATH" >/etc/profile.d/' in stage("FROM ${BASE_IMAGE} AS base")
 
@@ -194,10 +193,7 @@ def test_an_image_is_attested_where_a_builder_can(checkout):
 def test_an_image_of_another_cuda_has_its_own_lock_and_base(checkout):
     index = {"TORCH_INDEX": "https://download.pytorch.org/whl/cu128"}
     based = {**index, "BASE_IMAGE": "nvidia/cuda:12.8.1-base-ubuntu24.04"}
-    for env, words in (
-        (index, "needs a base of the same CUDA"),
-        (based, "there is no requirements/run-cu128.txt"),
-    ):
+    for env, words in ((index, "needs a base of the same CUDA"), (based, "no requirements/run-cu128.txt")):
         result, calls = image(checkout, "build", "ddp", **env)
         assert (result.status, calls) == (2, [])
         assert words in result.errors[0]
@@ -210,11 +206,8 @@ def test_a_lock_of_another_cuda_is_made_from_its_index(tmp_path):
     shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
     shutil.copytree(ROOT / "scripts/dev", tmp_path / "scripts/dev")
     write_program(tmp_path / "uv", f'#!/usr/bin/env bash\necho "$@" >{tmp_path}/call\ncat >{tmp_path}/seen\n')
-    env = {
-        "PATH": f"{tmp_path}:/usr/bin:/bin",
-        "TORCH_INDEX": "https://x/whl/cu126",
-        "TORCH": "torch==2.11.0 torchvision==0.26.0",
-    }
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "TORCH_INDEX": "https://x/whl/cu126"}
+    env["TORCH"] = "torch==2.11.0 torchvision==0.26.0"
     result = run_command(str(tmp_path / "scripts/dev/lock.sh"), check=True, **env)
     seen = (tmp_path / "seen").read_text()
     assert re.findall(r"^torch.*", seen, re.MULTILINE) == ["torch==2.11.0+cu126", "torchvision==0.26.0+cu126"]
@@ -239,21 +232,12 @@ BY_HTTPS = f"deb {DEBIAN.replace('http', 'https')} sid main"
     ("url", "before", "after"),
     [
         (DEBIAN, TODAYS, f"deb {DEBIAN} bookworm main"),
-        (
-            DEBIAN,
-            "URIs: http://deb.debian.org/debian\nURIs: http://deb.debian.org/debian-security",
-            f"URIs: {DEBIAN}\nURIs: {SECURITY}",
-        ),
-        (
-            DEBIAN,
-            f"{TODAYS}\ndeb [signed-by=/x] http://security.debian.org/debian-security bookworm-security main",
-            f"deb {DEBIAN} bookworm main\ndeb [signed-by=/x] {SECURITY} bookworm-security main",
-        ),
-        (
-            UBUNTU,
-            f"URIs: http://archive.ubuntu.com/ubuntu/\nURIs: http://security.ubuntu.com/ubuntu/\n{NVIDIAS}",
-            f"URIs: {UBUNTU}\nURIs: {UBUNTU}\n{NVIDIAS}",
-        ),
+        (DEBIAN, "URIs: http://deb.debian.org/debian\nURIs: http://deb.debian.org/debian-security",
+            f"URIs: {DEBIAN}\nURIs: {SECURITY}"),
+        (DEBIAN, f"{TODAYS}\ndeb [signed-by=/x] http://security.debian.org/debian-security bookworm-security main",
+            f"deb {DEBIAN} bookworm main\ndeb [signed-by=/x] {SECURITY} bookworm-security main"),
+        (UBUNTU, f"URIs: http://archive.ubuntu.com/ubuntu/\nURIs: http://security.ubuntu.com/ubuntu/\n{NVIDIAS}",
+            f"URIs: {UBUNTU}\nURIs: {UBUNTU}\n{NVIDIAS}"),
         (UBUNTU, TWO_SCHEMES, TWO_SCHEMES),
         (DEBIAN, BY_HTTPS, BY_HTTPS),
         (UBUNTU, TODAYS, None),
@@ -261,7 +245,7 @@ BY_HTTPS = f"deb {DEBIAN.replace('http', 'https')} sid main"
         ("", TODAYS, TODAYS),
     ],
     ids=["list", "security", "old security", "ubuntu", "slash", "https", "other", "none", "unset"],
-)
+)  # fmt: skip
 def test_packages_of_a_distribution_come_from_a_snapshot(url, before, after, tmp_path):
     sources = tmp_path / "etc/apt/sources.list.d/x.sources"
     sources.parent.mkdir(parents=True)
@@ -461,12 +445,10 @@ def test_compose_is_that_of_docker_or_the_older_program(tmp_path, monkeypatch):
         compose.find_compose(docker)
     with refused("Compose could not make the containers: no disk"):
         compose.run_nodes(docker, [docker, "compose"], {}, 2, compose.LocalJob())
-    older = docker_that(
-        tmp_path, "printf 'Traceback (most recent call last):\\n  File\\nNo such socket\\n' >&2; exit 1"
-    )
-    with refused(
-        "Compose could not make the containers: No such socket; DOCKER_HOST=unix:///path names the engine's"
-    ):
+    trace = "Traceback (most recent call last):\\n  File\\nNo such socket\\n"
+    older = docker_that(tmp_path, f"printf '{trace}' >&2; exit 1")
+    said = "Compose could not make the containers: No such socket; DOCKER_HOST=unix:///path names the engine's"
+    with refused(said):
         compose.run_nodes(docker, [older], {}, 2, compose.LocalJob())
 
 
@@ -481,16 +463,15 @@ def test_an_engine_and_an_image_that_are_missing_are_one_line(tmp_path):
 
 def test_containers_that_are_not_removed_in_time_are_told(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compose, "ENGINE_TIMEOUT_S", 0.2)
-    with compose.removed_at_end([docker_that(tmp_path, "exec sleep 2")], {"COMPOSE_PROJECT_NAME": "job-1"}):
+    with compose.removed_at_end([docker_that(tmp_path, "exec sleep 1")], {"COMPOSE_PROJECT_NAME": "job-1"}):
         pass
     said = "warning: after 0.2 s Compose is still removing the containers of job-1; docker ps --all shows what is "
     assert capsys.readouterr().err == f"{said}left\n"
 
 
 def test_containers_that_cannot_be_made_leave_no_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv(
-        "DOCKER", docker_that(tmp_path, '[[ "$*" != *" up "* ]] || { echo "no disk" >&2; exit 1; }')
-    )
+    docker = docker_that(tmp_path, '[[ "$*" != *" up "* ]] || { echo "no disk" >&2; exit 1; }')
+    monkeypatch.setenv("DOCKER", docker)
     assert compose.main(["ddp", "--nodes", "2", "--", f"--runs-dir={tmp_path}/runs"]) == 2
     assert capsys.readouterr().err.endswith("error: Compose could not make the containers: no disk\n")
     assert list((tmp_path / "runs").iterdir()) == []
@@ -503,7 +484,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, monkeypatch, capsys)
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: cannot make {tmp_path}/file")
 
 
-@pytest.mark.parametrize("words", [["--min-nodes", "2"], ["--max-restarts", "3"], ["--max-restarts", "0"]])
-def test_an_elastic_job_is_refused(capsys, words):
-    assert compose.main(["ddp", "--nodes", "3", *words]) == 2
-    assert capsys.readouterr().err.startswith("error: MIN_NODES: WITH=docker does not restart lost containers; ")
+def test_an_elastic_job_is_refused(capsys):
+    for word in ("--min-nodes=2", "--max-restarts=3", "--max-restarts=0"):
+        assert compose.main(["ddp", "--nodes", "3", word]) == 2
+        assert capsys.readouterr().err.startswith("error: MIN_NODES: WITH=docker does not restart lost contain")

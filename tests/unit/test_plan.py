@@ -156,9 +156,8 @@ def test_of_accumulated_passes_the_last_one_hides_exchanges():
 
 
 def test_a_sharded_optimizer_hands_the_weights_out():
-    plain, sharded = (
-        step(GRADIENTS, Compute(1.0, 2.0), Cluster(4, 1, LINK), Method("ddp", zero=zero)) for zero in (False, True)
-    )
+    methods = Method("ddp"), Method("ddp", zero=True)
+    plain, sharded = (step(GRADIENTS, Compute(1.0, 2.0), Cluster(4, 1, LINK), method) for method in methods)
     assert sharded.sent_bytes_per_node == pytest.approx(1.5 * plain.sent_bytes_per_node)
     assert sharded.step_s > plain.step_s
 
@@ -237,28 +236,25 @@ def test_an_own_model_is_counted_without_data(tmp_path, monkeypatch):
     words = ["ddp", "--data", "digits", "--compute-ms", "1", "--local-batch-size", "8", "--model"]
     row = command.make_plan([*words, "planned:net"])[0]["rows"][-1]
     assert row["checkpoint_bytes"] == 4 * (64 * 10 + 10) * 2, "weights, and SGD's momentum"
-    with pytest.raises(
-        UserError, match=r"--model planned:narrow, on tensors without data, failed: RuntimeError: .*64"
-    ):
+    said = r"--model planned:narrow, on tensors without data, failed: RuntimeError: .*64"
+    with pytest.raises(UserError, match=said):
         command.make_plan([*words, "planned:narrow"])
 
 
 @pytest.mark.parametrize(
-    ("words", "rows", "note"),
+    ("recipe", "option", "nodes", "rows", "left_out"),
     [
-        (
-            "tensor --tensor-parallel 4 --nodes 3",
-            [(2, 8)],
-            "[1, 3] nodes, 3 because --tensor-parallel 4 does not divide 6",
-        ),
-        ("fsdp --replicas 3 --nodes 6", [(6, 96)], "[1, 2, 4] nodes, 4 because --replicas 3 does not divide 8"),
+        ("tensor", "--tensor-parallel 4", 3, (2, 8), ("[1, 3] nodes, 3", 6)),
+        ("fsdp", "--replicas 3", 6, (6, 96), ("[1, 2, 4] nodes, 4", 8)),
     ],
 )
-def test_nodes_that_make_up_no_whole_replicas_are_left_out(words, rows, note):
-    words += " --data digits --gpus 2 --compute-ms 1 --local-batch-size 8"
+def test_nodes_that_make_up_no_whole_replicas_are_left_out(recipe, option, nodes, rows, left_out):
+    words = f"{recipe} {option} --nodes {nodes} --data digits --gpus 2 --compute-ms 1 --local-batch-size 8"
     made, lines, _ = command.make_plan(words.split())
-    assert [(row["nodes"], row["global_batch_size"]) for row in made["rows"]] == rows
-    assert lines[-1] == f"note: left out {note} ranks; change it, NODES or GPUS"
+    assert [(row["nodes"], row["global_batch_size"]) for row in made["rows"]] == [rows]
+    where, ranks = left_out
+    note = f"note: left out {where} because {option} does not divide {ranks} ranks; change it, NODES or GPUS"
+    assert lines[-1] == note
 
 
 def test_a_checkpoint_in_shards_is_not_gathered():
@@ -294,15 +290,13 @@ def test_each_tensor_of_a_checkpoint_is_gathered_by_itself():
 def test_checkpoints_come_when_they_are_asked_for_and_after_each_epoch():
     """1,437 digits in batches of 8 are 179 steps an epoch; Daly's interval would be many epochs."""
     words = "ddp --data digits --gpus 1 --nodes 1 --compute-ms 1000 --local-batch-size 8 --copy-gb-s 0.001"
-    epoch, asked = (
-        command.make_plan([*words.split(), *more])[0]["rows"][0] for more in ((), ("--checkpoint-every", "5"))
-    )
+    epoch, asked = (rows_of(*words.split(), *more)[0] for more in ((), ("--checkpoint-every", "5")))
     assert (epoch["interval_s"], epoch["checkpoint_every_steps"]) == (pytest.approx(179), 179)
     assert (asked["interval_s"], asked["checkpoint_every_steps"]) == (pytest.approx(5), 5)
     assert asked["useful_share"] < epoch["useful_share"]
     # Written at 10 kB/s, a checkpoint takes longer than the interval, so the next one waits for it.
     words += " --checkpoint-every 5 --checkpoint-gb-s 1e-5"
-    slow = command.make_plan(words.split())[0]["rows"][0]
+    slow = rows_of(*words.split())[0]
     size = 8 * 21_386
     assert slow["checkpoint_cost_s"] == pytest.approx(size / 1e6 + size / 1e4 - 5)
 
@@ -523,7 +517,7 @@ def test_a_plan_is_written_whole(tmp_path, capsys):
     assert (tmp_path / "plan/table.md").read_text().splitlines()[0] in shown
 
 
-def test_buckets_are_the_recipes():
+def test_buckets_and_compression_are_the_recipes():
     """GPUs use torch's buckets, 1 MiB and then 25 MiB, ddp on CPUs 4 MiB; --bucket-cap-mb replaces them."""
     sizes = []
     for words in ((), ("--device", "cpu"), ("--bucket-cap-mb", "7")):
@@ -532,18 +526,10 @@ def test_buckets_are_the_recipes():
         assert (method.grad_compression, method.device) == ("bf16", options.device)
         sizes.append(method.bucket_bytes)
     assert sizes == [(25 * 2**20, 2**20), (4 * 2**20, None), (7 * 2**20, None)]
-    for words, first in (
-        (("tensor",), None),
-        (("tensor", "--device", "cpu"), None),
-        (("apex", "--device", "cpu"), 2**20),
-    ):
-        assert command.method_of(*command.parse_args(words)).bucket_bytes == (25 * 2**20, first)
-
-
-def test_horovods_compression_is_that_of_its_option():
-    args, options = command.parse_args(["horovod"])
-    assert command.method_of(args, options).grad_compression == options.compression == "fp16"
-    assert command.method_of(*command.parse_args(["horovod", "--compression", "none"])).grad_compression == "none"
+    for words, compression in (("horovod", "fp16"), ("horovod --compression none", "none")):
+        assert command.method_of(*command.parse_args(words.split())).grad_compression == compression
+    for words, first in (("tensor", None), ("tensor --device cpu", None), ("apex --device cpu", 2**20)):
+        assert command.method_of(*command.parse_args(words.split())).bucket_bytes == (25 * 2**20, first)
 
 
 def test_a_configuration_says_the_data_and_the_batch(tmp_path):
@@ -566,14 +552,15 @@ def test_apex_computes_and_sends_by_its_level():
 def test_a_fixed_global_batch_is_shared_out():
     """64 samples are 64, 32 and 16 each on 1, 2 and 4 ranks; --compute-ms is the time for 64 of them."""
     words = ("ddp", "--data", "digits", "--nodes", "4", "--gpus", "1", "--global-batch-size", "64")
-    rows = rows_of(*words, "--local-batch-size", "64", "--compute-ms", "8", "--fabric", "ib-400")
-    assert [row["global_batch_size"] for row in rows] == [64, 64, 64]
-    assert [row["compute_s"] for row in rows] == pytest.approx([8e-3, 4e-3, 2e-3])
-    words = (*words, "--local-batch-size", "64", "--compute-ms", "8", "--fixed-ms", "2", "--fabric", "ib-400")
-    rows = rows_of(*words)
-    assert [row["compute_s"] for row in rows] == pytest.approx([8e-3, 5e-3, 3.5e-3])
-    rows = rows_of(*words, "--accumulate-steps", "2")  # each pass takes the fixed part
-    assert [row["compute_s"] for row in rows] == pytest.approx([10e-3, 7e-3, 5.5e-3])
+    words += ("--local-batch-size", "64", "--compute-ms", "8", "--fabric", "ib-400")
+    for more, compute_ms in (
+        ("", [8, 4, 2]),
+        ("--fixed-ms 2", [8, 5, 3.5]),
+        ("--fixed-ms 2 --accumulate-steps 2", [10, 7, 5.5]),  # each pass takes the fixed part
+    ):
+        rows = rows_of(*words, *more.split())
+        assert [row["global_batch_size"] for row in rows] == [64, 64, 64]
+        assert [1e3 * row["compute_s"] for row in rows] == pytest.approx(compute_ms)
 
 
 def test_memory_that_does_not_fit_is_named_at_each_number_of_nodes(capsys, tmp_path):

@@ -38,12 +38,6 @@ from recipes.common.task import Task
 
 X = torch.linspace(-1, 1, 24).view(12, 2)
 
-def data():
-    return {"train": (X, X.sum(1)), "test": (X[:4], X[:4].sum(1)), "target": "values"}
-
-def classes():
-    return {"train": (X, torch.arange(12) % 3), "test": (X, torch.arange(12) % 3), "target": "class", "num_classes": 3}
-
 def images():
     x = torch.zeros(4, 1, 8, 8)
     return {"train": (x, torch.arange(4)), "test": (x, torch.arange(4)), "target": "class", "num_classes": 4}
@@ -58,62 +52,29 @@ class BrokenAt7(Noisy):
     def __getitem__(self, index):
         return super().__getitem__({i: i for i in range(12) if i != 7}[index])
 
-def broken_at_7():
-    return {**noisy(), "train": BrokenAt7()}
-
 class ExitsAt7(Noisy):
     def __getitem__(self, index):
         return sys.exit("no sample") if index == 7 else super().__getitem__(index)
-
-def exits_at_7():
-    return {**noisy(), "train": ExitsAt7()}
 
 class Graph(Noisy):
     def __getitem__(self, index):
         return 2 * X[index].requires_grad_(), index % 3
 
-def graph():
-    return {**noisy(), "train": Graph(), "test": (2 * X.clone().requires_grad_(), torch.arange(12) % 3)}
-
 def conjugate():
     x = torch.view_as_complex(X.clone()).conj().unsqueeze(1)
     return {**noisy(), "train": [(x[i], i % 3) for i in range(12)], "test": (x, torch.arange(12) % 3)}
-
-def sparse():
-    return {**noisy(), "train": (X.to_sparse(), torch.arange(12) % 3)}
-
-def sparse_samples():
-    return {**noisy(), "test": [(X[0].to_sparse(), 0)]}
-
-def big_endian():
-    return {**noisy(), "train": [(X.numpy()[0].astype(">f4"), 0)]}
-
-def scalars():
-    return {**noisy(), "train": (torch.tensor(1.0), torch.tensor(0))}
 
 class NoLength(Noisy):
     def __len__(self):
         return len(self.files)
 
-def no_length():
-    return {**noisy(), "train": NoLength()}
-
 class LongerAt7(Noisy):
     def __getitem__(self, index):
         return torch.zeros(2 + (index == 7)), index % 3
 
-def longer_at_7():
-    return {**noisy(), "train": LongerAt7()}
-
-def class_3():
-    return {**noisy(), "train": (X, torch.arange(len(X)) % 4)}
-
 class Class3At7(Noisy):
     def __getitem__(self, index):
         return torch.zeros(2), 3 if index == 7 else -100
-
-def class_3_at_7():
-    return {**noisy(), "train": Class3At7()}
 
 def token_9():
     x = torch.full((4, 8), 9)
@@ -131,33 +92,9 @@ class Lists(Noisy):
     def __getitem__(self, index):
         return [1.0, float(index)], 0.5 * index
 
-def lists():
-    return {"train": Lists(), "test": Lists(), "target": "values"}
-
-def words():
-    return {"train": [("a", 1)], "test": [("b", 0)], "target": "class", "num_classes": 2}
-
-def not_finite():
-    return {**lists(), "train": (X * float("nan"), X[:, 0])}
-
 class Holds(Noisy):
     def __init__(self, held):
         self.held = [X, held]
-
-def holds_lambda():
-    return {**noisy(), "test": Holds(lambda x: x)}
-
-def holds_file():
-    return {**noisy(), "train": Holds(open("mine.py"))}
-
-def holds_lock():
-    return {**noisy(), "train": Holds(multiprocessing.get_context("forkserver").Lock())}
-
-def ascii():
-    return {**token_9(), "target": "bytes", "num_classes": 128}
-
-def noisy():
-    return {"train": Noisy(), "test": Noisy(), "target": "class", "num_classes": 3}
 
 def net(data):
     return nn.Linear(data.input.shape[0], data.num_classes or 1)
@@ -272,12 +209,6 @@ class Sparse(nn.Linear):
         super().__init__(2, 3)
         self.register_buffer("graph", torch.eye(2).to_sparse())
 
-def empty():
-    return {**noisy(), "test": (X[:0], torch.arange(0))}
-
-def numpy_classes():
-    return {**noisy(), "num_classes": np.int64(2) + 1}
-
 def on_meta(data):
     return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).to("meta")
 
@@ -344,6 +275,29 @@ def conv3d(data):
     return nn.Sequential(nn.Conv3d(1, 2, 3), nn.Flatten(), nn.Linear(16, 4))
 
 NUMBER = 3
+data = lambda: {"train": (X, X.sum(1)), "test": (X[:4], X[:4].sum(1)), "target": "values"}
+classes = lambda: {"train": (X, torch.arange(12) % 3), "test": (X, torch.arange(12) % 3), "target": "class", "num_classes": 3}
+broken_at_7 = lambda: {**noisy(), "train": BrokenAt7()}
+exits_at_7 = lambda: {**noisy(), "train": ExitsAt7()}
+graph = lambda: {**noisy(), "train": Graph(), "test": (2 * X.clone().requires_grad_(), torch.arange(12) % 3)}
+sparse = lambda: {**noisy(), "train": (X.to_sparse(), torch.arange(12) % 3)}
+sparse_samples = lambda: {**noisy(), "test": [(X[0].to_sparse(), 0)]}
+big_endian = lambda: {**noisy(), "train": [(X.numpy()[0].astype(">f4"), 0)]}
+scalars = lambda: {**noisy(), "train": (torch.tensor(1.0), torch.tensor(0))}
+no_length = lambda: {**noisy(), "train": NoLength()}
+longer_at_7 = lambda: {**noisy(), "train": LongerAt7()}
+class_3 = lambda: {**noisy(), "train": (X, torch.arange(len(X)) % 4)}
+class_3_at_7 = lambda: {**noisy(), "train": Class3At7()}
+lists = lambda: {"train": Lists(), "test": Lists(), "target": "values"}
+words = lambda: {"train": [("a", 1)], "test": [("b", 0)], "target": "class", "num_classes": 2}
+not_finite = lambda: {**lists(), "train": (X * float("nan"), X[:, 0])}
+holds_lambda = lambda: {**noisy(), "test": Holds(lambda x: x)}
+holds_file = lambda: {**noisy(), "train": Holds(open("mine.py"))}
+holds_lock = lambda: {**noisy(), "train": Holds(multiprocessing.get_context("forkserver").Lock())}
+ascii = lambda: {**token_9(), "target": "bytes", "num_classes": 128}
+noisy = lambda: {"train": Noisy(), "test": Noisy(), "target": "class", "num_classes": 3}
+empty = lambda: {**noisy(), "test": (X[:0], torch.arange(0))}
+numpy_classes = lambda: {**noisy(), "num_classes": np.int64(2) + 1}
 nothing = lambda *args: None
 wrong_shape = lambda data: nn.Flatten(0)
 few_classes = lambda data: nn.Linear(2, 2)
@@ -497,23 +451,19 @@ def test_conjugate_samples_have_a_digest_of_their_values():
     assert all("digest" in split.fingerprint() for split in (data.train, data.test))
 
 
-def test_a_class_that_there_is_not_is_reported_and_the_sample_replaced():
-    """-100, a label that does not count, is a valid one."""
-    _, labels, error = read_bad_sample("class_3_at_7", 7, 4)
-    assert labels == [-100, -100]
-    assert error == (
-        "--data mine:class_3_at_7: 'train'[7]: target 3 is not in 0 to 2; fix it, then add --resume auto"
-    )
-
-
-def test_a_sample_unlike_the_first_is_reported_and_replaced():
-    """Samples of different shapes make no batch: the one rank that read them would end with a traceback."""
-    inputs, labels, error = read_bad_sample("longer_at_7", 7, 4)
-    assert (inputs.shape, labels) == ((2, 2), [0, 1])
-    assert error == (
-        "--data mine:longer_at_7: 'train'[7] is float32 of shape (3,) and int64 of shape (), 'train'[0] float32 of "
-        "shape (2,) and int64 of shape (); make all samples alike, then add --resume auto"
-    )
+@pytest.mark.parametrize(
+    ("name", "labels", "said"),
+    [
+        # -100, a label that does not count, is a valid one.
+        ("class_3", [-100, -100], "target 3 is not in 0 to 2; fix it, then add --resume auto"),
+        # Samples of different shapes make no batch: the one rank that read them would end with a traceback.
+        ("longer", [0, 1], "is float32 of shape (3,) and int64 of shape (), 'train'[0] float32 of shape (2,) and int64 of shape (); make all samples alike, then add --resume auto"),
+    ],
+)  # fmt: skip
+def test_a_sample_unlike_the_others_is_reported_and_replaced(name, labels, said):
+    inputs, found, error = read_bad_sample(f"{name}_at_7", 7, 4)
+    assert (inputs.shape, found) == ((2, 2), labels)
+    assert re.fullmatch(rf"--data mine:{name}_at_7: 'train'\[7\]:? {re.escape(said)}", error)
 
 
 def test_samples_of_lists_and_numbers_become_tensors():
@@ -761,13 +711,8 @@ SGD = ("--weight-decay", "0")
 def test_sparse_gradients_are_refused_where_nothing_takes_them(recipe, argv, is_taken):
     args = importlib.import_module(f"recipes.{recipe}.train").options(["--model", "mine:net", *argv])
     model = nn.Sequential(nn.Embedding(9, 2), nn.EmbeddingBag(9, 2, mode="sum", sparse=True))
-    with (
-        contextlib.nullcontext()
-        if is_taken
-        else pytest.raises(
-            UserError, match=r"^--model mine:net: 1 has sparse gradients, .*; make it without sparse=True; "
-        )
-    ):
+    refusal = r"^--model mine:net: 1 has sparse gradients, .*; make it without sparse=True; "
+    with contextlib.nullcontext() if is_taken else pytest.raises(UserError, match=refusal):
         check_sparse(model, args)
     check_sparse(model[:1], args)
 
