@@ -16,12 +16,14 @@ BY_HAND = """            for weight in model.parameters():
                 weight.grad /= world_size
 """
 SUM_BY_HAND = BY_HAND.replace("/= world_size", "/= 1")
+SUM_OF_CLONES = SUM_BY_HAND.replace("weight.grad)", "weight.grad.clone())")
 UNWRAPPED = {WRAPPED: "ddp = model\n"}
 EXCHANGED = {**UNWRAPPED, STEP: BY_HAND + STEP}
 ACCUMULATE = {'"--accumulate", type=int, default=1': '"--accumulate", type=int, default=2'}
 SEED, SEED_BY_RANK = "torch.manual_seed(0)\n", "torch.manual_seed(100 + rank)\n"
 RATE = "lr=0.1,"
 SAMPLER = "sampler = DistributedSampler(train)\n"
+DROPPING = "DistributedSampler(train, shuffle=False, drop_last=True)"
 LOADER = "loader = DataLoader(train, args.batch_size // args.accumulate, sampler=sampler)\n"
 WORKERS = {"sampler=sampler)": "sampler=sampler, num_workers=1)"}
 SHARES = """shares = [b.tensor_split(world_size)[rank].tolist() for b in torch.arange(51).split(12)]
@@ -34,6 +36,7 @@ PADDED = """        indices = list(DistributedSampler(test, shuffle=False))
 MEANS = "        total[0], total[1] = total[0] / total[1], 1\n"
 REDUCE = "    dist.all_reduce(total)\n"
 LOAD = '    model.load_state_dict(state["model"])\n'
+LOAD_SCHEDULER = '    scheduler.load_state_dict(state["scheduler"])\n'
 LOAD_OPTIMIZER = '    optimizer.load_state_dict(state["optimizer"])\n'
 LOAD_RATE = "    optimizer.param_groups[0]['lr'] = state['optimizer']['param_groups'][0]['lr']\n"
 SGD = "optimizer = torch.optim.SGD("
@@ -48,65 +51,35 @@ EXCHANGING = """class Exchanging(torch.optim.SGD):
 optimizer = Exchanging("""
 
 BUGS = {
-    "loss-scaled": {
-        "loss divided by the world size": {LOSS: f"{LOSS} world_size /"},
+    "loss-scaled": {"loss divided by the world size": {LOSS: f"{LOSS} world_size /"},
         "loss multiplied by it": {LOSS: LOSS.replace("/", "* world_size /")},
         "gradients summed, not averaged": {**UNWRAPPED, STEP: SUM_BY_HAND + STEP},
-        "gradients summed in the optimizer's step": {**UNWRAPPED, SGD: EXCHANGING.replace(" / world_size", "")},
-    },
+        "gradients summed in the optimizer's step": {**UNWRAPPED, SGD: EXCHANGING.replace(" / world_size", "")}},
     "no-set-epoch": {"no set_epoch": {"    sampler.set_epoch(epoch)\n": ""}},
     "padded-evaluation": {"padded evaluation": {SHARE: PADDED}},
     "one-rank-evaluation": {"evaluation of one rank": {REDUCE: ""}},
-    "mean-of-means": {
-        "evaluation by the mean of means": {REDUCE: MEANS + REDUCE},
-        "mean of unequal shares": {"Points(48,": "Points(51,", LOADER: SHARES},
-    },
-    "no-sync-always": {
-        "no_sync in every pass": {**ACCUMULATE, "sync = is_last": "sync = False"},
-        "no_sync in the last pass": {**ACCUMULATE, "sync = is_last": "sync = not is_last"},
-    },
+    "mean-of-means": {"evaluation by the mean of means": {REDUCE: MEANS + REDUCE},
+        "mean of unequal shares": {"Points(48,": "Points(51,", LOADER: SHARES}},
+    "no-sync-always": {"no_sync in every pass": {**ACCUMULATE, "sync = is_last": "sync = False"},
+        "no_sync in the last pass": {**ACCUMULATE, "sync = is_last": "sync = not is_last"}},
     "around-ddp": {"the wrapper is not called": {"cross_entropy(ddp(points)": "cross_entropy(model(points)"}},
-    "not-synchronised": {
-        "no exchange": UNWRAPPED,
-        "exchange after the step": {**UNWRAPPED, STEP: STEP + BY_HAND},
-        "the result of the exchange is dropped": {
-            **UNWRAPPED,
-            STEP: SUM_BY_HAND.replace("weight.grad)", "weight.grad.clone())") + STEP,
-        },
-    },
-    "no-broadcast": {
-        "no broadcast": {**EXCHANGED, SEED: "torch.manual_seed(rank)\n"},
-        "no broadcast and no seed": {**EXCHANGED, SEED: ""},
-    },
+    "not-synchronised": {"no exchange": UNWRAPPED, "exchange after the step": {**UNWRAPPED, STEP: STEP + BY_HAND},
+        "the result of the exchange is dropped": {**UNWRAPPED, STEP: SUM_OF_CLONES + STEP}},
+    "no-broadcast": {"no broadcast": {**EXCHANGED, SEED: "torch.manual_seed(rank)\n"},
+        "no broadcast and no seed": {**EXCHANGED, SEED: ""}},
     "learning-rate-scaled": {
         "learning rate scaled": {RATE: "lr=0.1 * world_size,"},
         "learning rate scaled twice": {RATE: "lr=0.1 * world_size**2,"},
-        "scheduler stepped once per process": {
-            "scheduler.step()": "[scheduler.step() for _ in range(world_size)]"
-        },
+        "scheduler stepped once per process": {"scheduler.step()": "for _ in range(world_size): scheduler.step()"},
     },
-    "same-augmentation": {
-        "one seed for augmentation": {SEED_BY_RANK: ""},
-        "one seed for workers": {SEED_BY_RANK: "", **WORKERS},
-        "one seed for augmentation on the device": {
-            SEED_BY_RANK: "",
-            "(48, 1, 0.1)": "(48, 1, 0.0)",
-            "ddp(points)": "ddp(points + 0.1 * torch.randn_like(points))",
-        },
-    },
+    "same-augmentation": {"one seed for augmentation": {SEED_BY_RANK: ""},
+        "one seed for workers": {SEED_BY_RANK: "", **WORKERS}, "one seed for augmentation on the device": {
+        SEED_BY_RANK: "", "(48, 1, 0.1)": "(48, 1, 0.0)",
+        "ddp(points)": "ddp(points + 0.1 * torch.randn_like(points))"}},
     "batch-norm": {"batch norm": {"nn.LayerNorm(16)": "nn.BatchNorm1d(16)"}},
     "unused-parameters": {"unused parameters": {WRAPPED: EXTRA}},
-    "batch-not-divided": {
-        "batch not divided": {
-            "args.batch_size // args.accumulate, sampler": "args.batch_size * world_size, sampler"
-        }
-    },
-    "dropped-samples": {
-        "dropped samples": {
-            "Points(48,": "Points(49,",
-            SAMPLER: SAMPLER.replace(")", ", shuffle=False, drop_last=True)"),
-        }
-    },
+    "batch-not-divided": {"batch not divided": {"batch_size // args.accumulate": "batch_size * world_size"}},
+    "dropped-samples": {"dropped samples": {"Points(48,": "Points(49,", "DistributedSampler(train)": DROPPING}},
     "not-sharded": {
         "not sharded": {LOADER: LOADER.replace("sampler=", "shuffle=True, generator=torch.Generator())  # ")},
         "sampler seeded by rank": {SAMPLER: SAMPLER.replace(")", ", seed=rank)")},
@@ -114,18 +87,14 @@ BUGS = {
     },
     "other-steps": {"step on one rank": {STEP: STEP.replace("optimizer", "rank == 0 and optimizer")}},
     "printed-loss-scaled": {"printed loss summed": {"mean.item() / world_size": "mean.item()"}},
-}
+}  # fmt: skip
 """By the cause that `make same` must name for it, and by its name in docs/same.md."""
 
 RESUME_BUGS = {
     "data-repeated": {"data repeated after a resume": {'first_epoch = state["epoch"]': "first_epoch = 0"}},
-    "learning-rate-not-resumed": {
-        "scheduler not resumed": {'    scheduler.load_state_dict(state["scheduler"])\n': ""}
-    },
+    "learning-rate-not-resumed": {"scheduler not resumed": {LOAD_SCHEDULER: ""}},
     "optimizer-not-resumed": {"optimizer not resumed": {LOAD_OPTIMIZER: LOAD_RATE}},
-    "steps-not-resumed": {
-        "all epochs again after a resume": {"range(first_epoch, 3)": "range(first_epoch, first_epoch + 3)"}
-    },
+    "steps-not-resumed": {"all epochs again after a resume": {"first_epoch, 3": "first_epoch, first_epoch + 3"}},
     "weights-not-resumed": {"checkpoint read on one rank": {LOAD: f"    if rank == 0:\n    {LOAD}"}},
     "starts-over": {"checkpoint not read": {"os.path.exists(args.checkpoint)": "False"}},
 }

@@ -18,13 +18,8 @@ from tests.support import ROOT, wait_until, write_program
 
 pytestmark = pytest.mark.slow
 CHECKPOINT = ("--checkpoint", "{run_dir}/c.pt")
-PAGES = {
-    "single": (),
-    "ddp": (),
-    "scratch": (),
-    "apex": ("--opt-level", "O0"),
-    "pipeline": ("--stages", "{world_size}"),
-}
+PAGES = dict.fromkeys(("single", "ddp", "scratch"), ())
+PAGES |= {"apex": ("--opt-level", "O0"), "pipeline": ("--stages", "{world_size}")}
 
 
 @pytest.fixture
@@ -146,10 +141,7 @@ def test_a_script_without_a_seed_raises_no_alarm(same, tmp_path, launcher):
     ("text", "error"),
     [
         ("print('epoch 1 done')", "prints no loss that can be read; print `loss 2.3` in a line"),
-        (
-            "raise OSError('no data')",
-            "fails at 1 process, after step 0: OSError: no data (script.py:1); fix it",
-        ),
+        ("raise OSError('no data')", "fails at 1 process, after step 0: OSError: no data (script.py:1); fix it"),
     ],
 )
 def test_a_script_that_prints_no_loss_or_fails_is_refused(capsys, tmp_path, text, error):
