@@ -40,20 +40,18 @@ class Cluster:
         """Return the variables that put the cluster's commands into PATH."""
         return {"PATH": f"{self.folder}/bin:{os.environ['PATH']}", "SLURM_CLUSTER_DIR": str(self.folder)}
 
-    def script(
-        self, *words: str, cwd: Path = ROOT, env: dict[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
+    def script(self, *words: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
         """Run scripts/lab/slurm_cluster.sh."""
         # Slurm variables that a launcher or user has set around the tests must not reach the jobs.
         own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
         own |= {"SLURM_CLUSTER_DIR": str(self.folder), "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "1000"}
-        own |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **(env or {})}
+        own |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", **env}
         command = [str(ROOT / "scripts/lab/slurm_cluster.sh"), *words]
         return subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, timeout=TIMEOUT_S)
 
     def run(self, *words: str, cwd: Path = ROOT, **env: str) -> str:
         """Run a Slurm command; return its output."""
-        result = self.script("run", *words, cwd=cwd, env=env)
+        result = self.script("run", *words, cwd=cwd, **env)
         assert result.returncode == 0, result.stderr
         return result.stdout
 
@@ -71,6 +69,11 @@ class Cluster:
         """Return the cluster's processes with the text in their command line, on a node or on all."""
         found = find_processes(text, SLURM_CONF=str(self.folder / "slurm.conf"))
         return [process for process in found if node is None or self.host_of(process) == node]
+
+    def wait_for_idle(self, node: str) -> None:
+        """Wait until Slurm can give a node to a job."""
+        command = ("sinfo", "-h", "-n", node, "-p", "main", "-o", "%T")
+        wait_until(lambda: self.run(*command).strip() == "idle", TIMEOUT_S, f"{node} idle again")
 
     def host_of(self, process: psutil.Process) -> str:
         """Return the host name that a process sees."""

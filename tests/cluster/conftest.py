@@ -29,7 +29,7 @@ def cluster():
     require_slurm()
     folder = Path(tempfile.mkdtemp(prefix="cluster-recipes-"))
     cluster = Cluster(folder / "slurm")
-    up = cluster.script("up", "3", env={"SLURMD_TIMEOUT_S": "6", "KILL_WAIT_S": "5"})
+    up = cluster.script("up", "3", SLURMD_TIMEOUT_S="6", KILL_WAIT_S="5")
     assert up.returncode == 0, up.stderr
     # If the test worker is killed, no fixture ends the cluster: this process does.
     wait = f"while kill -0 {os.getpid()} 2>/dev/null; do sleep 1; done; exec scripts/lab/slurm_cluster.sh down"

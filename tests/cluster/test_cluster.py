@@ -24,9 +24,8 @@ def test_down_leaves_nothing(tmp_path_factory):
     up = cluster.script("up", "2")
     assert up.returncode == 0, up.stderr
     assert f"source {cluster.folder}/activate" in up.stdout
-    if (
-        run_command("mknod", str(cluster.folder / "own"), "c", "195", "1").status == 0
-    ):  # else a container forbids it
+    mknod = run_command("mknod", str(cluster.folder / "own"), "c", "195", "1")
+    if mknod.status == 0:  # else a container forbids it
         assert (cluster.folder / "gpu1").is_char_device()  # newer slurmd accepts nothing else without an error
     inside = cluster.processes()
     assert {"munged", "slurmctld", "slurmd"} <= {process.name() for process in inside}
@@ -59,7 +58,7 @@ def test_hosts_of_other_names_and_two_threads_a_core(tmp_path):
     """As on many clusters, NodeName is not the host's name, and CPUs counts threads."""
     require_slurm()
     cluster = Cluster(tmp_path / "c")
-    up = cluster.script("up", "2", env={"HOST_PREFIX": "rack7-", "THREADS_PER_CORE": "2"})
+    up = cluster.script("up", "2", HOST_PREFIX="rack7-", THREADS_PER_CORE="2")
     assert up.returncode == 0, up.stderr
     try:
         (tmp_path / "train.py").write_text("import os, socket; print(os.environ['RANK'], socket.gethostname())")
@@ -90,14 +89,10 @@ def test_a_number_of_nodes(tmp_path, nodes):
 
 
 def test_a_user_without_root_is_told():
-    as_nobody = (
-        ["setpriv", f"--reuid={pwd.getpwnam('nobody').pw_uid}", "--clear-groups"] if os.geteuid() == 0 else []
-    )
+    as_nobody = ["setpriv", f"--reuid={pwd.getpwnam('nobody').pw_uid}", "--clear-groups"] * (os.geteuid() == 0)
     with tempfile.TemporaryDirectory() as folder:  # any user may read this folder
         Path(folder).chmod(0o755)
         script = shutil.copy(ROOT / "scripts/lab/slurm_cluster.sh", folder)
         result = subprocess.run([*as_nobody, script, "up"], cwd=folder, capture_output=True, text=True)
-    assert (result.returncode, result.stderr) == (
-        2,
-        "error: a test cluster needs root: namespaces and slurmd do\n",
-    )
+    error = "error: a test cluster needs root: namespaces and slurmd do\n"
+    assert (result.returncode, result.stderr) == (2, error)

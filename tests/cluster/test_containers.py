@@ -47,9 +47,8 @@ def has_image(name):
 
 
 def is_engine_up():
-    return (
-        shutil.which(DOCKER) and subprocess.run([DOCKER, "info"], capture_output=True, timeout=60).returncode == 0
-    )
+    info = [DOCKER, "info"]
+    return shutil.which(DOCKER) and subprocess.run(info, capture_output=True, timeout=60).returncode == 0
 
 
 def require_engine():
@@ -144,11 +143,7 @@ def no_container_is_left():
 
 def containers_of(command):
     """Return the ids of a job's containers by host name, once all of them run."""
-    [project] = {
-        process.environ()["COMPOSE_PROJECT_NAME"]
-        for process in command.processes()
-        if "COMPOSE_PROJECT_NAME" in process.environ()
-    }
+    [project] = {one.environ().get("COMPOSE_PROJECT_NAME") for one in command.processes()} - {None}
     label = f"label=com.docker.compose.project={project}"
     ids = docker("ps", "--quiet", "--filter", label).split()
     return {docker("inspect", "--format", "{{.Config.Hostname}}", number): number for number in ids}
@@ -167,14 +162,10 @@ def test_two_containers_give_the_losses_of_single(ddp_image, folder):
     assert re.match(r"result recipe=ddp world_size=4 test_accuracy=0\.\d{4} ", done.stdout.splitlines()[-1])
     assert losses(folder / "two") == pytest.approx(losses(train("single", folder, 1, *options)), rel=1e-4)
     config = json.loads((folder / "two/config.json").read_text())
-    assert [line.split(":")[0] for line in config["launches"][0]["ranks"]] == [
-        "ranks 0-1 on node0",
-        "ranks 2-3 on node1",
-    ]
-    revision = docker(
-        "inspect", "--format", '{{index .Config.Labels "org.opencontainers.image.revision"}}', ddp_image
-    )
-    assert config["revision"] == revision
+    places = [line.split(":")[0] for line in config["launches"][0]["ranks"]]
+    assert places == ["ranks 0-1 on node0", "ranks 2-3 on node1"]
+    label = '{{index .Config.Labels "org.opencontainers.image.revision"}}'
+    assert config["revision"] == docker("inspect", "--format", label, ddp_image)
     assert left() == []
 
 
@@ -282,9 +273,8 @@ def test_nothing_is_left_of_a_job_whose_starter_was_killed(ddp_image, folder):
 
 @pytest.mark.timeout(1500)
 def test_what_is_in_an_image_and_what_its_user_may_do(ddp_image):
-    listed = docker(
-        "run", "--rm", "--entrypoint", "find", ddp_image, ".", "-maxdepth", "1", "-printf", "%f\n"
-    ).split()
+    find = ("--entrypoint", "find", ddp_image, ".", "-maxdepth", "1", "-printf", "%f\n")
+    listed = docker("run", "--rm", *find).split()
     wanted = ["LICENSE", "README.md", "docker", "pyproject.toml", "recipes", "requirements", "scripts", "slurm"]
     assert sorted(name for name in listed if name != ".") == sorted(wanted)
     shown = docker(
@@ -297,12 +287,9 @@ def test_what_is_in_an_image_and_what_its_user_may_do(ddp_image):
 
 @pytest.mark.timeout(1500)
 def test_refusals(ddp_image, folder):
+    no_image = "there is no image nobody/has-this; make image RECIPE=ddp builds it"
     for env, words, message in (
-        (
-            {"IMAGE": "nobody/has-this"},
-            ["ddp"],
-            "there is no image nobody/has-this; make image RECIPE=ddp builds it",
-        ),
+        ({"IMAGE": "nobody/has-this"}, ["ddp"], no_image),
         ({"DOCKER": "no-docker"}, ["ddp"], "docker not found; install Docker"),
         ({"DOCKER_HOST": "unix:///nowhere"}, ["ddp"], "no Docker engine answers "),
         ({"IMAGE": ddp_image}, ["single", "--nodes", "2"], "single is one process; "),

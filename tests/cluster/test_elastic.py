@@ -22,9 +22,7 @@ def test_the_job_goes_on_without_a_node_and_takes_it_in_again(cluster, tmp_path)
     wait_until(lambda: last_step(job.run) > 30, TIMEOUT_S, "some steps")
     [agent] = cluster.processes("-m scripts.launch.agent", "n2")
     agent.kill()
-    wait_until(
-        lambda: launches(job.run)[1:] and launches(job.run)[-1] == 3, TIMEOUT_S, lambda: f"n2 is back: {job.text}"
-    )
+    wait_until(lambda: launches(job.run)[1:][-1:] == [3], TIMEOUT_S, lambda: f"n2 is back: {job.text}")
     sizes = launches(job.run)
     try:
         for process in [*cluster.processes("slurmd -D -N n3"), *cluster.processes(job.run.name, "n3")]:
@@ -36,5 +34,4 @@ def test_the_job_goes_on_without_a_node_and_takes_it_in_again(cluster, tmp_path)
         assert (job.run / "result.json").exists()
     finally:
         cluster.script("restart", "n3")
-    is_idle = lambda: cluster.run("sinfo", "-h", "-n", "n3", "-p", "main", "-o", "%T").strip() == "idle"  # noqa: E731
-    wait_until(is_idle, TIMEOUT_S, "n3 idle again")
+    cluster.wait_for_idle("n3")

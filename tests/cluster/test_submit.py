@@ -82,9 +82,8 @@ def test_map(submitted):
     content = json.loads(last.removeprefix("probe "))
     assert (content["world_size"], content["sum"]) == (4, 10)
     rows = content["ranks"]
-    assert [(row["rank"], row["local_rank"], row["node_rank"]) for row in rows] == [
-        (0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1),
-    ]  # fmt: skip
+    places = [(row["rank"], row["local_rank"], row["node_rank"]) for row in rows]
+    assert places == [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)]
     assert {row["local_world_size"] for row in rows} == {2}
     assert len({row["host"] for row in rows}) == 2
     folder = Path(re.search(r"record (\S+),", done.stdout)[1])
@@ -101,9 +100,7 @@ def check_resumed(run, undisturbed, starts):
     assert steps[-1] < 192
 
 
-def test_a_job_that_is_disturbed_ends_with_the_weights_of_an_undisturbed_one(
-    cluster, submit, tmp_path, undisturbed
-):
+def test_a_disturbed_job_ends_with_the_weights_of_an_undisturbed_one(cluster, submit, tmp_path, undisturbed):
     """An urgent job takes a node: signal, checkpoint, requeue. Then an operator requeues it: Slurm sends TERM.
 
     A third disturbance exceeds --max-requeues: the job fails, and a new job resumes.
@@ -115,9 +112,8 @@ def test_a_job_that_is_disturbed_ends_with_the_weights_of_an_undisturbed_one(
     command = submit(*shape, "--", *words)
     wait_for_log(command, 6, run)
     node = cluster.run("squeue", "--noheader", "--jobs", job_id(command), "--format", "%B").strip()
-    cluster.run(
-        "sbatch", "--partition=urgent", f"--nodelist={node}", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
-    )
+    urgent = ("--partition=urgent", f"--nodelist={node}", "--exclusive", "--output=/dev/null")
+    cluster.run("sbatch", *urgent, "--wrap=sleep 1")
     wait_until(lambda: "resumed from" in command.text, TIMEOUT_S, lambda: command.text)
     wait_for_log(command, last_step(run) + 6, run)
     cluster.run("scontrol", "requeue", job_id(command))
