@@ -63,12 +63,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     """Add to the file of --once the tests that have passed, their teardown included."""
     once = config.getoption("once")
     if once and not hasattr(config, "workerinput"):
-        ids = {
-            kind: {report.nodeid for report in terminalreporter.stats.get(kind, ())}
-            for kind in ("passed", "error")
-        }
+        of_kind = terminalreporter.stats.get
+        passed, wrong = ({report.nodeid for report in of_kind(kind, ())} for kind in ("passed", "error"))
         with open(once, "a") as file:
-            file.writelines(f"{test}\n" for test in sorted(ids["passed"] - ids["error"]))
+            file.writelines(f"{test}\n" for test in sorted(passed - wrong))
 
 
 def share_out(items: list[pytest.Item]) -> None:

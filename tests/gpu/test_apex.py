@@ -73,9 +73,8 @@ def test_checkpoints_pass_between_backends(tmp_path, level):
     for first, second in (BACKENDS, BACKENDS[::-1]):
         run = train("apex", tmp_path / first, 1, *words, "--amp-backend", first)
         middle = run / "checkpoints" / "step-000000010.pt"
-        other = train(
-            "apex", tmp_path / second / "to", 1, *words, "--amp-backend", second, "--resume", str(middle)
-        )
+        resume = ("--amp-backend", second, "--resume", str(middle))
+        other = train("apex", tmp_path / second / "to", 1, *words, *resume)
         assert newest_checkpoint(other)["scaler"] == newest_checkpoint(run)["scaler"]
         assert largest_difference(weights(other), weights(run)) < 30 * U
 

@@ -24,9 +24,8 @@ def words(tmp_path_factory):
 def test_pixels_are_nearly_those_of_the_workers(words, monkeypatch, half):
     monkeypatch.setattr(gpu_decode, "decode", None)  # no JPEG may fall back to a CPU
     device = torch.device("cuda", 0)
-    splits = [
-        getattr(load_data(options([*words, *more]), device, print), half) for more in ((), ("--decode", "gpu"))
-    ]
+    both = [options([*words, *more]) for more in ((), ("--decode", "gpu"))]
+    splits = [getattr(load_data(args, device, print), half) for args in both]
     order = torch.arange(len(splits[0])).split(8)
     for ours, theirs in zip(splits[1].batches(order, 2), splits[0].batches(order, 2), strict=True):
         assert torch.equal(ours[1], theirs[1])
