@@ -44,8 +44,7 @@ def see_a_gpu_on_rank_0():
     see_gpus(1 if my_rank() == 0 else 0)
 
 
-def see_one_gpu():
-    see_gpus(1)
+see_one_gpu = functools.partial(see_gpus, 1)
 
 
 def see_gpus_but_rank_1_has_an_old_driver():
@@ -73,10 +72,8 @@ def test_fewer_gpus_than_processes(tmp_path, recipe):
     """A job that could use GPUs does not train on CPUs unless asked to."""
     line = Ranks(recipe, ["--timeout-s", "20"], 2, tmp_path, setup=see_one_gpu).wait().refusal
     assert line.startswith("error: --device auto: 2 processes on ")
-    assert line.endswith(
-        " need a GPU each, 1 visible; start at most 1 on each node (NPROC_PER_NODE), or let each process see "
-        "all GPUs of its node, or use --device cpu"
-    )
+    fix = "start at most 1 on each node (NPROC_PER_NODE), or let each process see all GPUs of its node"
+    assert line.endswith(f" need a GPU each, 1 visible; {fix}, or use --device cpu")
 
 
 def test_a_gpu_that_torch_counts_and_cannot_use(tmp_path):

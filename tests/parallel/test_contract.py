@@ -99,28 +99,17 @@ RECIPES = [
     # its ring all-reduce.
     Recipe("fsdp", gathers=2, overhead=0.1),
     # At 3 ranks its bytes are those of data parallelism; test_tensor.py counts what the ranks of a replica send.
-    Recipe(
-        "tensor",
-        layouts={n: ("--tensor-parallel", str(p)) for n, p in ((2, 2), (3, 1), (7, 1))},
-        whole=("--tensor-parallel", "1"),
-    ),
+    Recipe("tensor", layouts={n: ("--tensor-parallel", str(p)) for n, p in ((2, 2), (3, 1), (7, 1))},
+        whole=("--tensor-parallel", "1")),
     # Microbatches must be equal, so the replicas divide the batches here. LeNet has layers for at most 5 stages.
-    Recipe(
-        "pipeline",
+    Recipe("pipeline",
         layouts={n: ("--stages", str(p), "--num-microbatches", "2") for n, p in ((2, 2), (3, 1), (7, 1))},
-        batch_sizes={2: 84, 3: 84, 7: 14},
-        replicas={2: 1},
-        passes=2,
-    ),
+        batch_sizes={2: 84, 3: 84, 7: 14}, replicas={2: 1}, passes=2),
     Recipe("scratch"),
     # Horovod's ranks keep exchanging which gradients are ready, even while they wait.
-    Recipe(
-        "horovod",
-        options=("--compression", "none"),
-        half={"fp16": Half(("--compression", "fp16"), FP16)},
-        overhead=0.25,
-    ),
-]
+    Recipe("horovod", options=("--compression", "none"), half={"fp16": Half(("--compression", "fp16"), FP16)},
+        overhead=0.25),
+]  # fmt: skip
 BY_NAME = {recipe.name: recipe for recipe in RECIPES}
 each = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name, scope="module")
 each_size = pytest.mark.parametrize(
@@ -451,9 +440,7 @@ def test_a_smooth_resnet18_has_one_curve_in_float32(train):
 
 def test_only_plain_batch_norm_warns_that_losses_depend_on_the_ranks(tmp_path):
     argv = ("--model", "norm", *DIGITS, "--max-steps", "1")
-    said = (
-        "warning: batch norm normalises each of 2 parts of the batch by itself, so losses depend on the number of"
-    )
+    said = "warning: batch norm normalises each of 2 parts of the batch by itself, so losses depend on the number"
     _, plain = launch("ddp", 2, tmp_path / "plain", *argv)
     assert plain.text.count(said) == 1
     assert "with --batchnorm-group 32 they are the same" in plain.outputs[0]

@@ -1,5 +1,6 @@
 """nn.DataParallel on one device: it is single, and says so. tests/gpu has it on several."""
 
+import functools
 import re
 import sys
 
@@ -31,27 +32,19 @@ def test_make_run_starts_one_process_where_there_are_several_gpus(tmp_path):
     assert "result recipe=dataparallel world_size=1 " in done.stdout
 
 
-def use_four_devices():
-    recipe.choose_devices = lambda wanted: [torch.device("cpu")] * 4
+def use_devices(number):
+    recipe.choose_devices = lambda wanted: [torch.device("cpu")] * number
 
 
-def use_two_devices():
-    recipe.choose_devices = lambda wanted: [torch.device("cpu")] * 2
-
-
-@pytest.mark.parametrize("size", [5, 10])
-def test_a_batch_whose_last_device_would_get_one_sample_is_refused(tmp_path, size):
+@pytest.mark.parametrize(
+    ("size", "devices", "end"),
+    [(5, 4, "give at least 8"), (10, 4, "give a multiple of 4"), (3, 2, "give at least 4")],
+)
+def test_a_batch_of_which_a_device_would_get_one_sample_is_refused(tmp_path, size, devices, end):
     """DataParallel gives each device the same number, rounded up, and the last one the rest: 3, 3, 3, 1."""
     words = ["--runs-dir", str(tmp_path), "--model", "resnet18", "--global-batch-size", str(size)]
-    outcome = Ranks("dataparallel", words, 1, tmp_path / "out", setup=use_four_devices).wait()
-    assert f"--global-batch-size {size} is 4 parts, some of one sample, and batch norm of" in outcome.refusal
-    assert outcome.refusal.endswith(
-        "needs two; give at least 8" if size < 8 else "needs two; give a multiple of 4"
-    )
-
-
-def test_a_batch_too_small_for_the_batch_norm_of_each_device_is_refused(tmp_path):
-    """Each of two devices gets a sample, of which a channel of resnet18 has one value in the end."""
-    words = ["--runs-dir", str(tmp_path), "--model", "resnet18", "--global-batch-size", "3", "--max-steps", "1"]
-    outcome = Ranks("dataparallel", words, 1, tmp_path / "out", setup=use_two_devices).wait()
-    assert "--global-batch-size 3 is 2 parts, some of one sample, and batch norm of" in outcome.refusal
+    setup = functools.partial(use_devices, devices)
+    outcome = Ranks("dataparallel", words, 1, tmp_path / "out", setup=setup).wait()
+    parts = f"--global-batch-size {size} is {devices} parts, some of one sample, and batch norm of"
+    assert parts in outcome.refusal
+    assert outcome.refusal.endswith(f"needs two; {end}")

@@ -14,9 +14,8 @@ pytestmark = pytest.mark.slow
 def test_a_fault_is_survived_and_measured(tmp_path):
     """Cut a link if nodes can have their own networks, else kill a rank."""
     words = ("cut", "--seed=0") if not network.why_not() else ("--plain", "kill-rank")
-    result = Command(
-        sys.executable, "-m", "scripts.drill", *words, "--steps=240", "--runs-dir", str(tmp_path)
-    ).wait(timeout_s=170)
+    command = (sys.executable, "-m", "scripts.drill", *words, "--steps=240", "--runs-dir", str(tmp_path))
+    result = Command(*command).wait(timeout_s=170)
     assert result.status == 0, result.stdout + result.stderr
     assert result.stdout.splitlines()[-1] == "1 fault survived"
     [fault] = json.loads((tmp_path / "drill-001/drill.json").read_text())["faults"]

@@ -42,14 +42,9 @@ from tests.support import (
     weights,
 )
 
+HERE = "tests.parallel.test_fsdp"
 DOCS = ("--data", "text", "--data-dir", str(ROOT / "docs"))
-TEXT = (*DOCS, "--model", "gpt-tiny", "--seq-len", "16", "--max-steps", "4", "--clip-grad-norm", "1")
-
-
-@pytest.fixture(scope="module")
-def single(tmp_path_factory):
-    """Return the run of single on text."""
-    return train("single", tmp_path_factory.mktemp("single"), 1, *TEXT)
+STEPS = (*DOCS, "--model", "gpt-tiny", "--seq-len", "16", "--max-steps", "4", "--clip-grad-norm", "1")
 
 
 @pytest.mark.parametrize(
@@ -61,7 +56,7 @@ def single(tmp_path_factory):
     ],
 )
 def test_every_layout_has_the_losses_of_single(single, tmp_path, world_size, argv):
-    run = train("fsdp", tmp_path, world_size, *TEXT, *argv)
+    run = train("fsdp", tmp_path, world_size, *STEPS, *argv)
     assert losses(run) == pytest.approx(losses(single), rel=1e-5)
     assert largest_difference(weights(run), weights(single)) < 1e-5
 
@@ -80,7 +75,7 @@ def test_cpus_beside_gpus_wait_in_the_group_that_has_the_time_out(monkeypatch):
 
 def test_bf16_gathers_half_and_stays_close(single, tmp_path):
     """2^-8 is bfloat16's rounding error; norms and the loss average it out over a block's sums."""
-    run = train("fsdp", tmp_path, 2, *TEXT, "--amp", "bf16")
+    run = train("fsdp", tmp_path, 2, *STEPS, "--amp", "bf16")
     assert losses(run) == pytest.approx(losses(single), rel=2.0**-8)
     assert losses(run) != pytest.approx(losses(single), rel=1e-6)
     assert {tensor.dtype for tensor in weights(run).values()} == {torch.float32}
@@ -93,7 +88,7 @@ def test_bf16_weights_are_half_the_bytes_and_gradients_all_of_them(tmp_path):
     for amp in ("none", "bf16"):
         (tmp_path / f"of-{amp}").mkdir()
         setup = functools.partial(observe.observe_steps, tmp_path / f"of-{amp}")
-        train("fsdp", tmp_path / amp, 2, *TEXT, "--amp", amp, "--device", "cpu", setup=setup)
+        train("fsdp", tmp_path / amp, 2, *STEPS, "--amp", amp, "--device", "cpu", setup=setup)
         sent[amp] = sum(observe.sent_per_step(tmp_path / f"of-{amp}", 2))
     assert 0.64 < sent["bf16"] / sent["none"] < 0.78
 
@@ -147,7 +142,7 @@ def show_sampling(run):
 
 def test_the_result_is_there_before_ranks_sample_under_watch(tmp_path):
     setup = functools.partial(show_sampling, tmp_path / "run")
-    outcome = start_run("fsdp", tmp_path, 2, *TEXT, "--max-steps", "1", setup=setup).wait(check=True)
+    outcome = start_run("fsdp", tmp_path, 2, *STEPS, "--max-steps", "1", setup=setup).wait(check=True)
     for text in outcome.outputs:
         assert "in 'sample', inside: True, result: True\n" in text
     assert re.search(r"a sample\nresult recipe=fsdp world_size=2 .*\n$", outcome.outputs[0])
@@ -175,7 +170,7 @@ def numbers():
     "argv",
     [
         ("--data", "synthetic", "--num-samples", "4104", "--image-size", "8"),
-        ("--data", "tests.parallel.test_fsdp:numbers", "--model", "tests.parallel.test_fsdp:viewing_model"),
+        ("--data", f"{HERE}:numbers", "--model", f"{HERE}:viewing_model"),
     ],
     ids=["in memory", "loaded"],
 )
@@ -224,7 +219,7 @@ class InPlace(nn.Module):
 @pytest.mark.parametrize("argv", ["", *slow("--accumulate-steps 2", "--activation-checkpointing")])
 def test_a_blocks_output_may_be_changed_in_place(tmp_path, argv):
     """FSDP gathers a block for backward when the gradient of its output arrives, which a view would not see."""
-    own = [f"tests.parallel.test_fsdp:{name}" for name in ("windows", "InPlace")]
+    own = [f"{HERE}:{name}" for name in ("windows", "InPlace")]
     words = ("--data", own[0], "--model", own[1], "--max-steps", "4", "--global-batch-size", "8")
     whole = train("single", tmp_path, 1, *words)
     run = train("fsdp", tmp_path, 2, *words, *argv.split())
@@ -268,47 +263,35 @@ def scripted(spec):
 
 @pytest.mark.parametrize("model", ["normed_model", "Named"], ids=["block", "root"])
 def test_batch_norm_keeps_fp32_beside_bf16(tmp_path, model):
-    argv = ("--model", f"tests.parallel.test_fsdp:{model}", "--max-steps", "1", "--amp", "bf16")
+    argv = ("--model", f"{HERE}:{model}", "--max-steps", "1", "--amp", "bf16")
     run = train("fsdp", tmp_path, 2, *argv)
     assert metrics(run)[-1]["step"] == 1
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("model", "argv", "message"),
     [
-        (("--replicas", "2"), "--replicas 2 does not divide 3 processes; start a multiple of 2"),
-        (("--cpu-offload",), "--cpu-offload: shards are in main memory already on a CPU; drop it"),
-        (
-            ("--model", "tests.parallel.test_fsdp:normed_model", "--activation-checkpointing"),
-            "--activation-checkpointing: --model tests.parallel.test_fsdp:normed_model has batch norm, and ",
-        ),
-        (
-            ("--model", "tests.parallel.test_fsdp:Scaled"),
-            "--model tests.parallel.test_fsdp:Scaled: the parameter scale is a single number, without rows "
-            "to shard; give it the shape (1,), or use RECIPE=ddp",
-        ),
-        (
-            ("--model", "tests.parallel.test_fsdp:Empty"),
-            "--model tests.parallel.test_fsdp:Empty: the parameter scale is empty, without rows to shard; ",
-        ),
-        (
-            ("--model", "tests.parallel.test_fsdp:scripted"),
-            "--model tests.parallel.test_fsdp:scripted: TorchScript has no hooks, in which FSDP gathers weights; ",
-        ),
+        ("", "--replicas 2", "--replicas 2 does not divide 3 processes; start a multiple of 2"),
+        ("", "--cpu-offload", "--cpu-offload: shards are in main memory already on a CPU; drop it"),
+        ("normed_model", "--activation-checkpointing", "--activation-checkpointing: {} has batch norm, and "),
+        ("Scaled", "", "{}: the parameter scale is a single number, without rows to shard; give it the shape"),
+        ("Empty", "", "{}: the parameter scale is empty, without rows to shard; "),
+        ("scripted", "", "{}: TorchScript has no hooks, in which FSDP gathers weights; "),
     ],
 )
-def test_refusals(tmp_path, argv, message):
-    outcome = start_run("fsdp", tmp_path, 3, "--device", "cpu", *argv).wait()
-    assert outcome.refusal.startswith(f"error: {message}")
+def test_refusals(tmp_path, model, argv, message):
+    own = f"--model {HERE}:{model}" if model else ""
+    outcome = start_run("fsdp", tmp_path, 3, "--device", "cpu", *f"{own} {argv}".split()).wait()
+    assert outcome.refusal.startswith(f"error: {message.format(own)}")
 
 
 # ---- in double precision: only the order of sums still makes a difference
 
-STEPS = 100
+NUM_STEPS = 100
 
 
 def train_in_double(folder, argv):
-    """Train LeNet for STEPS steps as one rank, write the losses on rank 0, and exit."""
+    """Train LeNet for NUM_STEPS steps as one rank, write the losses on rank 0, and exit."""
     args = options(["--device", "cpu", "--no-channels-last", *argv])
     with connected_world(args, read_ranks("fsdp")) as world:
         data = load_data(args, world.device, print)
@@ -326,7 +309,7 @@ def double_losses(model, data, rank=0, world_size=1):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))
     found = []
-    for step in range(STEPS):
+    for step in range(NUM_STEPS):
         batch = order[(step * 11) % 1400 :][:11]
         ((images, labels),) = data.train.batches([batch.tensor_split(world_size)[rank]], 0)
         optimizer.zero_grad()
@@ -349,7 +332,7 @@ def test_100_steps_in_double_precision(tmp_path, world_size, argv):
     setup = functools.partial(train_in_double, tmp_path, argv)
     run_ranks("fsdp", [], world_size, tmp_path / "out", setup=setup, OMP_NUM_THREADS="1")
     found = json.loads((tmp_path / "losses.json").read_text())
-    assert len(found) == STEPS
+    assert len(found) == NUM_STEPS
     assert found == pytest.approx(expected, rel=1e-9)
 
 
@@ -387,7 +370,7 @@ def allocated(tensors):
 
 @pytest.mark.parametrize(("world_size", "argv"), [(3, ()), *slow((4, ("--replicas", "2")))])
 def test_each_rank_holds_its_share(tmp_path, world_size, argv):
-    argv = (*TEXT, "--max-steps", "1", *argv)
+    argv = (*STEPS, "--max-steps", "1", *argv)
     train("fsdp", tmp_path, world_size, "--device", "cpu", *argv, setup=functools.partial(note_bytes, tmp_path))
     args = options([*argv])
     model = build_model(args, load_data(args, torch.device("cpu"), print))
@@ -412,7 +395,7 @@ def note_restored_bytes(folder):
 
 
 def test_a_rank_keeps_its_share_of_a_checkpoint(single, tmp_path):
-    argv = ("--device", "cpu", *TEXT, "--resume", str(single), "--max-steps", "5")
+    argv = ("--device", "cpu", *STEPS, "--resume", str(single), "--max-steps", "5")
     train("fsdp", tmp_path, 3, *argv, setup=functools.partial(note_restored_bytes, tmp_path))
     held = [int((tmp_path / f"bytes{rank}").read_text()) for rank in range(3)]
     total = 3 * sum(tensor.nbytes for name, tensor in weights(single).items() if name != "head.weight")
@@ -455,9 +438,8 @@ def test_a_rank_draws_its_rows_of_what_one_process_draws(argv):
     assert shards.keys() == whole.keys()
     for name, own in shards.items():
         assert torch.equal(own, rows(whole[name].detach(), 1, 3)), name
-    assert sum(own.untyped_storage().nbytes() for own in shards.values()) <= 1.1 / 3 * sum(
-        parameter.nbytes for parameter in whole.values()
-    )
+    total = sum(parameter.nbytes for parameter in whole.values())
+    assert sum(own.untyped_storage().nbytes() for own in shards.values()) <= 1.1 / 3 * total
     assert nn.init.normal_.__module__ == "torch.nn.init"
 
 
@@ -579,15 +561,9 @@ def own_data():
     return {"train": pair, "test": pair, "target": "class", "num_classes": 10}
 
 
-HERE = "tests.parallel.test_fsdp"
-
-
 @pytest.mark.parametrize(
     "argv",
-    [
-        *(("--model", f"{HERE}:{name}") for name in ("Sequence", "Named", "Reads")),
-        ("--data", f"{HERE}:own_data"),
-    ],
+    [*(("--model", f"{HERE}:{name}") for name in ("Sequence", "Named", "Reads")), ("--data", f"{HERE}:own_data")],
 )
 def test_what_a_user_brings_is_built_in_shards_too(argv):
     args = options(argv)
@@ -640,7 +616,7 @@ def test_a_model_that_needs_its_weights_and_does_not_fit_is_refused(tmp_path):
 
 
 def test_a_model_that_has_to_be_built_whole_says_so_and_trains_the_same(tmp_path):
-    argv = ("--model", "tests.parallel.test_fsdp:own_model", "--max-steps", "3")
+    argv = ("--model", f"{HERE}:own_model", "--max-steps", "3")
     run = train("fsdp", tmp_path, 2, *argv)
     assert losses(run) == pytest.approx(losses(train("single", tmp_path, 1, *argv)), rel=1e-5)
     output = (tmp_path / "output-fsdp-2" / "rank0.txt").read_text()

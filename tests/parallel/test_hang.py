@@ -51,9 +51,8 @@ def test_a_stopped_rank_ends_the_job_and_is_named(tmp_path):
     assert_reported(tmp_path / "stopped", lines[0], 0, [1, 2, 3])
     assert "error: rank 0 on " in lines[0]
     assert " does not answer, last seen " in lines[0]
-    assert re.search(
-        r'waited [45] s in "(gradients|stop vote|metrics|evaluation|agreement)" after step \d+', lines[0]
-    )
+    waits = "gradients|stop vote|metrics|evaluation|agreement"
+    assert re.search(rf'waited [45] s in "({waits})" after step \d+', lines[0])
     assert "Traceback" not in result.stderr
 
 

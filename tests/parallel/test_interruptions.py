@@ -139,10 +139,7 @@ def test_more_than_two_ranks_repeat_the_very_bits(uninterrupted, tmp_path, recip
 
 
 def test_single_saves_and_goes_on(uninterrupted, tmp_path):
-    run, outcome = interrupt("single", tmp_path, 1, 13, signal.SIGTERM, None)
-    assert_checkpointed_and_left(run, outcome, "SIGTERM", 13)
-    train("single", tmp_path, 1, *WORDS, "--resume", "auto")
-    assert_equal_bits(run, uninterrupted("single", 1))
+    assert_resumes_exactly(uninterrupted, tmp_path, "single", 1, 13, signal.SIGTERM, None, "SIGTERM")
 
 
 @pytest.mark.parametrize("seed", [0, *slow(1, 2, 3)])
@@ -244,9 +241,8 @@ def test_a_run_that_lacks_only_its_evaluation_gets_it(uninterrupted, tmp_path):
     assert accuracies(run) == accuracies(whole)
 
 
-@pytest.mark.parametrize("flags", [((), ("--zero",)), (("--zero",), ())], ids=["to-sharded", "to-whole"])
-def test_sharded_and_whole_optimizers_read_each_other(uninterrupted, tmp_path, flags):
-    before, after = flags
+@pytest.mark.parametrize(("before", "after"), [([], ["--zero"]), (["--zero"], [])], ids=["to-sharded", "to-whole"])
+def test_sharded_and_whole_optimizers_read_each_other(uninterrupted, tmp_path, before, after):
     run, _ = interrupt("ddp", tmp_path, 2, 20, signal.SIGUSR1, None, *before)
     start_run("ddp", tmp_path, 3, *WORDS, *after, "--resume", "auto", name=run.name).wait(check=True)
     assert losses(run) == pytest.approx(losses(uninterrupted("ddp", 2)), rel=1e-5)
@@ -287,10 +283,8 @@ def test_resume_of_a_finished_run_says_its_result_again(uninterrupted, tmp_path)
     result = json.loads((run / "result.json").read_text())
     assert result["train_s"] > 0
     outcome = start_run("ddp", tmp_path, 3, *WORDS, "--resume", "auto", name=run.name).wait(check=True)
-    assert outcome.outputs[0].splitlines()[-1] == (
-        f"result recipe=ddp world_size=2 test_accuracy={result['test_accuracy']:.4f} "
-        f"samples_per_s={result['samples_per_s']:.0f} record={run}"
-    )
+    figures = f"test_accuracy={result['test_accuracy']:.4f} samples_per_s={result['samples_per_s']:.0f}"
+    assert outcome.outputs[0].splitlines()[-1] == f"result recipe=ddp world_size=2 {figures} record={run}"
     assert contents(run) == before
 
 
@@ -306,10 +300,8 @@ def test_a_resume_applies_the_optimizers_options(uninterrupted, tmp_path, recipe
     assert largest_difference(weights(expected), weights(uninterrupted("single", 1, *resumed))) > 1e-3
     run = train(recipe, tmp_path, 2, *WORDS, *changed, *argv)
     assert largest_difference(weights(run), weights(expected)) < 1e-6
-    assert is_equal(
-        newest_checkpoint(run)["optimizer"]["param_groups"],
-        newest_checkpoint(expected)["optimizer"]["param_groups"],
-    )
+    ours, theirs = (newest_checkpoint(path)["optimizer"]["param_groups"] for path in (run, expected))
+    assert is_equal(ours, theirs)
 
 
 # ---- through the launcher that `make run` uses, and the agent of each node

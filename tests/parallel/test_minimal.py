@@ -51,9 +51,8 @@ class Run:
 def read(text):
     steps = re.findall(r"^step (\d+) loss (\S+)$", text, re.MULTILINE)
     epochs = re.findall(r"^epoch (\d+) test_loss (\S+) test_accuracy (\S+)$", text, re.MULTILINE)
-    result = re.fullmatch(
-        r"result recipe=(\w+) world_size=(\d+) test_accuracy=(0\.\d{4}) samples_per_s=\d+", text.splitlines()[-1]
-    )
+    fields = r"recipe=(\w+) world_size=(\d+) test_accuracy=(0\.\d{4}) samples_per_s=\d+"
+    result = re.fullmatch(f"result {fields}", text.splitlines()[-1])
     assert result, text
     return Run(
         {int(step): float(loss) for step, loss in steps},

@@ -32,13 +32,10 @@ def spoilt(recipe, folder, world_size, where, ranks, *argv, name="run"):
 def test_stop_names_step_and_ranks_and_saves_nothing_bad(tmp_path, recipe, world_size, victims):
     outcome, run = spoilt(recipe, tmp_path, world_size, "loss", victims)
     assert set(outcome.statuses) == {1}, outcome.text
-    names = {"scratch": " on ranks 0, 1", "single": ""}.get(recipe, " on rank 1")
-    step = (
-        rf"the loss of step {BAD} is not finite{names}"
-        if recipe != "pipeline"
-        else r"the loss of step \d+ is not finite"
-    )
-    assert re.search(f"^error: {step}", outcome.outputs[0], re.MULTILINE), outcome.text
+    names = {"scratch": " on ranks 0, 1", "single": "", "pipeline": ""}.get(recipe, " on rank 1")
+    step = BAD if recipe != "pipeline" else r"\d+"
+    error = f"^error: the loss of step {step} is not finite{names}"
+    assert re.search(error, outcome.outputs[0], re.MULTILINE), outcome.text
     assert outcome.text.count("error: ") == 1
     content = newest_checkpoint(run)
     last = content["position"]["step"]
@@ -93,11 +90,9 @@ def test_fp16_ends_once_its_scale_has_collapsed(tmp_path):
     fault = Interrupt(signal.SIGCONT, 0, [1], "gradient")
     outcome = start_run("ddp", tmp_path, 2, *argv, interrupt=fault).wait()
     assert outcome.statuses == [1, 1], outcome.text
-    line = (
-        "error: a gradient of step 17 is not finite; the loss scale has collapsed to 0.5, so steps change nothing"
-    )
+    [line] = outcome.errors
+    assert line.startswith("error: a gradient of step 17 is not finite; the loss scale has collapsed to 0.5, so ")
     assert line in outcome.outputs[0]
-    assert outcome.text.count("error: ") == 1
     assert not list((tmp_path / "run/checkpoints").glob("*.pt"))
 
 

@@ -1,5 +1,6 @@
 """Every launcher gives the same map of ranks, with two processes on each of one or two nodes."""
 
+import functools
 import json
 import os
 import re
@@ -34,24 +35,20 @@ def horovodrun(controller, nodes, nproc_per_node):
     return [*words, sys.executable, "-m", "recipes.probe.train", "--join", "horovod"]
 
 
-def horovodrun_gloo(nodes, nproc_per_node):
-    return horovodrun("gloo", nodes, nproc_per_node)
-
-
 def horovodrun_mpi(nodes, nproc_per_node):
     need_horovod_with_mpi()
     return horovodrun("mpi", nodes, nproc_per_node)
 
 
 def spawn(nodes, nproc_per_node):
-    one = (
-        f"{sys.executable} -m recipes.probe.train --join spawn --nnodes {nodes} --nproc-per-node {nproc_per_node}"
-    )
+    counts = f"--nnodes {nodes} --nproc-per-node {nproc_per_node}"
+    one = f"{sys.executable} -m recipes.probe.train --join spawn {counts}"
     starters = [f"{one} --node-rank {node} &" for node in range(nodes)]
     environment = f"MASTER_ADDR=127.0.0.1 MASTER_PORT={free_port()} GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1"
     return ["bash", "-c", f"export {environment}; {' '.join(starters)} wait"]
 
 
+horovodrun_gloo = functools.partial(horovodrun, "gloo")
 LAUNCHERS = [(torchrun, 2), (spawn, 2), (mpirun, 2), (horovodrun_gloo, 1), (horovodrun_mpi, 1)]
 """Each returns the command that starts the probe on this many nodes, or skips. horovodrun starts other nodes with
 ssh; scripts/launch/horovod.py does without. test_mpirun.py has mpirun on one node."""

@@ -17,16 +17,7 @@ from recipes.common.checkpoint.reading import read_checkpoint
 from recipes.common.checkpoint.shard_files import read_whole
 from recipes.common.nonfinite import Guard
 from tests.parallel.test_fsdp import note_restored_bytes
-from tests.support import (
-    ROOT,
-    Interrupt,
-    largest_difference,
-    launches,
-    losses,
-    metrics,
-    start_run,
-    train,
-)
+from tests.support import ROOT, Interrupt, largest_difference, launches, losses, metrics, start_run, train
 
 SHARDED = ("--sharded-checkpoints", "--device", "cpu")
 STEPS = (*SHARDED, "--max-steps", "12", "--checkpoint-every", "3")

@@ -1,7 +1,6 @@
 """torch.multiprocessing.spawn: the numbers of single; signals arrive, and nothing is left behind."""
 
 import re
-import shlex
 import signal
 import sys
 import time
@@ -12,12 +11,8 @@ import pytest
 from recipes.spawn import train as spawn
 from scripts.launch.local import free_port
 from tests.conftest import refused, slow
+from tests.parallel.test_scratch import STEPS
 from tests.support import TIMEOUT_S, Command, assert_same_run, wait_until, weights, words_for
-
-STEPS = shlex.split(
-    "--max-steps 24 --checkpoint-every 12 --global-batch-size 96 --seed 2 --lr 0.01 --warmup-steps 5 "
-    "--lr-schedule constant"
-)
 
 
 def start(folder, nnodes, nproc_per_node, *argv):

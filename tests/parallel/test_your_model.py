@@ -42,6 +42,15 @@ import os, random, time
 
 from recipes.common.task import Classification
 
+class TwoToThree(nn.Linear):
+    def __init__(self, data):
+        super().__init__(2, 3)
+
+def values():
+    x, y = spirals()["train"]
+    pair = x, x.prod(1, keepdim=True)
+    return {"train": pair, "test": pair, "target": "values"}
+
 class Breaks:
     def __len__(self):
         return 64
@@ -49,9 +58,6 @@ class Breaks:
         if os.environ.get("RANK") == "1" and str(index) in os.environ.get("BREAK", "").split(","):
             raise ValueError(f"sample {index} is broken")
         return torch.full((2,), index / 64), index % 3
-
-def breaks():
-    return {"train": Breaks(), "test": Breaks(), "target": "class", "num_classes": 3}
 
 class BrokenMetric(SquaredError):
     def metric_sums(self, output, target):
@@ -72,9 +78,6 @@ class SlowSample(Classification):
             time.sleep(3)
             model(torch.zeros(1, 2))
         return "a slow sample"
-
-def broken_line(data):
-    return BrokenModel(nn.Linear(2, 8), nn.Linear(8, 1))
 
 class Branches(nn.Module):
     "From step FROM, the first half of a batch (rank 0 of two) goes through one layer, the other half not."
@@ -127,15 +130,7 @@ class Buffered(nn.Linear):
         for dtype in (torch.int16, torch.float8_e4m3fn):
             self.register_buffer(str(dtype)[6:], value.to(dtype))
 
-def buffered(data):
-    return nn.Sequential(Buffered())
-
-def buffered_at_the_end(data):
-    return nn.Sequential(nn.Linear(2, 2), Buffered())
-
-class Detached(nn.Linear):
-    def __init__(self, data):
-        super().__init__(2, 3)
+class Detached(TwoToThree):
     def forward(self, inputs):
         return inputs.new_zeros(len(inputs), 3, requires_grad=True)
 
@@ -146,21 +141,13 @@ class Mixed(nn.Module):
     def forward(self, inputs):
         return self.second(self.first(inputs).bfloat16())
 
-class Noisy(nn.Linear):
-    def __init__(self, data):
-        super().__init__(2, 3)
+class Noisy(TwoToThree):
     def forward(self, inputs):
         return super().forward(nn.functional.dropout(inputs, 0.5, self.training))
-
-def noisy_at_the_end(data):
-    return nn.Sequential(nn.Linear(2, 2), Noisy(data))
 
 class Normed(nn.Embedding):
     def forward(self, inputs):
         return super().forward((inputs > 0).long())
-
-def normed(data):
-    return nn.Sequential(Normed(2, 3, max_norm=1.0), nn.Flatten(), nn.Linear(6, 3))
 
 class RunningMean(nn.Linear):
     def __init__(self, data):
@@ -171,9 +158,7 @@ class RunningMean(nn.Linear):
             self.mean += (inputs.mean(0) - self.mean) / 10
         return super().forward(inputs - self.mean)
 
-class Centred(nn.Linear):
-    def __init__(self, data):
-        super().__init__(2, 3)
+class Centred(TwoToThree):
     def forward(self, inputs):
         return super().forward(inputs - inputs.mean(0))
 
@@ -194,9 +179,6 @@ class Odd(nn.Linear):
         if case == "bool":
             return output > 0
         return output + {"noise": random.random(), "counts": self.calls % 2}.get(case, 0)
-
-def stateless(data):
-    return nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 3))
 
 class Borrows(nn.Module):
     def __init__(self, data):
@@ -231,12 +213,6 @@ class Spread(nn.BatchNorm1d):
     def forward(self, inputs):
         return super().forward(inputs.unflatten(1, (4, 2))).flatten(1)
 
-def no_zeros(data):
-    return NoZeros(nn.Linear(2, 8), nn.Linear(8, 3))
-
-def no_zeros_alone(data):
-    return nn.Sequential(Checked(2, 8), Spread(4), nn.Linear(8, 3))
-
 def three_tests():
     found = spirals()
     return {**found, "test": [part[:3] for part in found["test"]]}
@@ -249,9 +225,7 @@ class Quantised(nn.Linear):
     def forward(self, inputs):
         return super().forward(inputs @ self.small.float()) * self.short
 
-class Auxiliary(nn.Linear):
-    def __init__(self, data):
-        super().__init__(2, 3)
+class Auxiliary(TwoToThree):
     def forward(self, inputs):
         return (super().forward(inputs),) * 2 if self.training else super().forward(inputs)
 
@@ -274,31 +248,32 @@ class Unrepeatable(nn.Module):
     def forward(self, inputs):
         return Puts.apply(inputs)
 
-def unrepeatable(data):
-    return nn.Sequential(nn.Linear(2, 8), Unrepeatable(), nn.Linear(8, 3))
-
-class Leaves(nn.Linear):
+class Leaves(TwoToThree):
     "On the last rank, it ends the process as if all were well."
-    def __init__(self, data):
-        super().__init__(2, 3)
     def forward(self, inputs):
         if self.training and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
             raise SystemExit(0)
         return super().forward(inputs)
 
+breaks = lambda: {"train": Breaks(), "test": Breaks(), "target": "class", "num_classes": 3}
+line = lambda data: nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 1))
+broken_line = lambda data: BrokenModel(nn.Linear(2, 8), nn.Linear(8, 1))
+buffered = lambda data: nn.Sequential(Buffered())
+buffered_at_the_end = lambda data: nn.Sequential(nn.Linear(2, 2), Buffered())
+noisy_at_the_end = lambda data: nn.Sequential(nn.Linear(2, 2), Noisy(data))
+normed = lambda data: nn.Sequential(Normed(2, 3, max_norm=1.0), nn.Flatten(), nn.Linear(6, 3))
+stateless = lambda data: nn.Sequential(
+    nn.Linear(2, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 3))
+no_zeros = lambda data: NoZeros(nn.Linear(2, 8), nn.Linear(8, 3))
+no_zeros_alone = lambda data: nn.Sequential(Checked(2, 8), Spread(4), nn.Linear(8, 3))
+unrepeatable = lambda data: nn.Sequential(nn.Linear(2, 8), Unrepeatable(), nn.Linear(8, 3))
 """
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("mine")
-    module = f"{MINE}\n\n{OWN_TASK}\n\ndef values():\n    x, y = spirals()['train']\n"
-    module += "    pair = (x, x.prod(1, keepdim=True))\n"
-    module += "    return {'train': pair, 'test': pair, 'target': 'values'}\n\n"
-    module += BREAKS
-    (path / "mine.py").write_text(
-        module + "def line(data):\n    return nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 1))\n"
-    )
+    (path / "mine.py").write_text(f"{MINE}\n\n{OWN_TASK}\n{BREAKS}")
     return path
 
 
@@ -431,9 +406,7 @@ def test_an_embedding_that_scales_its_rows_is_warned_of(start, recipe, world_siz
         ("ddp", 2, "stateless", "batch norm normalises each of 2 parts of the batch by itself"),
     ],
 )
-def test_a_model_whose_losses_depend_on_the_number_of_processes_is_warned_of(
-    start, recipe, world_size, model, warning
-):
+def test_losses_that_depend_on_the_number_of_processes_are_warned_of(start, recipe, world_size, model, warning):
     """Before the second step is done."""
     outcome = start(recipe, world_size, *SPIRALS, "--model", f"mine:{model}", "--max-steps", "2").wait(check=True)
     found = re.findall(r"warning: (.*), so losses (?:and metrics )?depend on the number", outcome.text)
@@ -505,10 +478,9 @@ def test_fsdp_names_what_it_cannot_train(start, model, message):
 
 @pytest.mark.parametrize("recipe", ["ddp", *slow("fsdp")])
 def test_a_model_with_several_outputs_in_training_is_refused(start, recipe):
-    line = start(recipe, 2, "--data", "mine:spirals", "--model", "mine:Auxiliary").wait().refusal
-    assert line.startswith(
-        "error: --model mine:Auxiliary returned a tuple in training; return a tensor with a row"
-    )
+    refusal = start(recipe, 2, "--data", "mine:spirals", "--model", "mine:Auxiliary").wait().refusal
+    said = "error: --model mine:Auxiliary returned a tuple in training; return a tensor with a row"
+    assert refusal.startswith(said)
 
 
 BRANCHES = ("--data", "mine:spirals", "--model", "mine:Branches", "--max-steps", "4", "--warmup-steps", "0")
@@ -663,24 +635,15 @@ def test_frozen_parameters_of_any_type_are_in_fsdps_checkpoints(start, tmp_path,
 
 
 DTYPES = [
-    (
-        "horovod",
-        (),
-        "Horovod: Tensor type torch.BFloat16Tensor is not supported; use another dtype, or RECIPE=ddp",
-    ),
-    (
-        "fsdp",
-        (),
+    ("horovod", (),
+        "Horovod: Tensor type torch.BFloat16Tensor is not supported; use another dtype, or RECIPE=ddp"),
+    ("fsdp", (),
         "first.weight is torch.float32, second.weight of the same block torch.bfloat16, and FSDP sends a block's "
-        "parameters as one; use one dtype, or RECIPE=ddp",
-    ),
-    (
-        "ddp",
-        ("--zero",),
+        "parameters as one; use one dtype, or RECIPE=ddp"),
+    ("ddp", ("--zero",),
         "--zero: ZeroRedundancyOptimizer only supports using the same dense type for all parameters but got both "
-        "torch.FloatTensor and torch.BFloat16Tensor; use one dtype, or drop --zero",
-    ),
-]
+        "torch.FloatTensor and torch.BFloat16Tensor; use one dtype, or drop --zero"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("recipe", "own", "message"), DTYPES, ids=lambda value: str(value)[:8])
