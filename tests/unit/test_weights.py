@@ -192,12 +192,15 @@ def test_names_that_are_missing_or_unknown(single, tmp_path):
 
 
 REFUSED = {
-    "text": (b"weights", "w.pt: it holds more than tensors and plain values; give a file of torch.save("),
-    "empty": (b"", "w.pt: it holds more than tensors and plain values"),
+    "text": (
+        b"weights",
+        "w.pt: it is no file of torch.save(), or holds more than tensors and plain values; give a",
+    ),
+    "empty": (b"", "w.pt: it is no file of torch.save(), or"),
     "tensor": (torch.zeros(2), "w.pt: it holds no state dict; give a file"),
     "no tensor": ({"epoch": 3}, "it holds no state dict"),
     "numbers": ({0: torch.zeros(2)}, "it holds no state dict"),
-    "object": ({"model": {"a": torch.zeros(2)}, "args": argparse.Namespace(lr=1)}, "it holds more than tensors"),
+    "object": ({"model": {"a": torch.zeros(2)}, "args": argparse.Namespace(lr=1)}, "or holds more than tensors"),
     "other model": (
         {"a": torch.zeros(2, 3)},
         "w.pt: no parameter has the name and shape of one there: it begins with a (2, 3), --model lenet with",
@@ -215,6 +218,12 @@ def test_what_holds_no_weights_of_the_model_is_refused_in_one_line(single, tmp_p
         single("a", "--weights", path)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_missing_file_is_named_with_what_to_give(single, tmp_path):
+    with pytest.raises(UserError, match=r"--weights .*none\.pt: no such file; give a file of torch\.save"):
+        single("a", "--weights", str(tmp_path / "none.pt"))
     assert not (tmp_path / "a").exists()
 
 

@@ -148,12 +148,15 @@ def read_weights(path: Path, check: ShardCheck | None = None) -> tuple[Path, Con
     except IsADirectoryError:
         folder = path / "checkpoints" if "checkpoints" in names_in(path) else path
         path = folder / "best.pt" if "best.pt" in names_in(folder) else path
+    except FileNotFoundError:
+        raise UserError(f"--weights {path}: no such file; {fix}") from None
     except OSError:
         raise
     except (MemoryError, RuntimeError) as error:  # torch's own allocator and reader
         raise UserError(f"cannot read --weights {path}: {reason_of(error)}; {fix}") from None
     except Exception:  # pickle and torch raise a dozen kinds
-        raise UserError(f"--weights {path}: it holds more than tensors and plain values; {fix}") from None
+        what = "it is no file of torch.save(), or holds more than tensors and plain values"
+        raise UserError(f"--weights {path}: {what}; {fix}") from None
     if isinstance(content, dict) and content.get("format") == FORMAT:
         path, content = read_path(path, "--weights", "", check)  # it checks every byte
         return path, {"model": read_whole({name: content.get(name) for name in ("model", "shards")})["model"]}
