@@ -316,6 +316,15 @@ def test_a_rank_that_remembers_older_names_looks_again(folder, monkeypatch):
     assert shard_files._check_share(peers, path, entries) == ("", False)
 
 
+def test_rank_0_looks_again_where_it_remembers_older_names(folder, monkeypatch):
+    is_old = [True]
+    monkeypatch.setattr(shard_files, "names_in", lambda place: set() if is_old else names_in(place))
+    monkeypatch.setattr(shard_files, "refresh_names", lambda place: is_old.clear())
+    alone = Together(0, threading.Barrier(1), [None])
+    path, _ = share_checks(lambda check: read_newest(folder, False, check), alone, 60.0, 0.0)
+    assert path.name == "step-000000020.pt"
+
+
 def test_a_passing_fault_condemns_nothing(folder, monkeypatch):
     before, fault = files(folder.folder), OSError(errno.EIO, "Input/output error", str(shards(folder, 20)[0]))
     with monkeypatch.context() as patch:

@@ -151,8 +151,11 @@ def share_checks(action: Callable[[ShardCheck], T], peers: Peers, timeout_s: flo
     tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def check(path: Path, files: list[dict[str, Any]]) -> None:
-        if lost := min({entry["name"] for entry in files} - names_in(path.parent), default=""):
-            raise BadCheckpointError(f"its shard file {lost} is missing")
+        if lost := {entry["name"] for entry in files} - names_in(path.parent):
+            refresh_names(path.parent)  # this node may remember older names
+            lost -= names_in(path.parent)
+        if lost:
+            raise BadCheckpointError(f"its shard file {min(lost)} is missing")
         found: Future[list[tuple[str, bool]]] = Future()
         tasks.put((path, files, found))
         for text, is_unread in sorted(found.result(), key=lambda pair: not pair[1]):  # unread proves nothing
