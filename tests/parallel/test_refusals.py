@@ -48,7 +48,7 @@ REFUSED = {
     "missing folder": (("--data", "imagefolder", "--data-dir", "/no/such"), "cannot read /no/such/train"),
     "missing data": (("--data", "cifar10", "--data-dir", "/no/such"), "add --download to fetch it"),
     "resume": (("--resume", "/no/such"), "--resume /no/such: no such file"),
-    "weights": (("--weights", "/no/such"), "cannot read /no/such: No such file"),
+    "weights": (("--weights", "/no/such"), "--weights /no/such: no such file"),
     "cuda": (("--device", "cuda"), "--device cuda: "),
     "runs": (("--runs-dir", "/proc/runs"), "cannot write /proc/runs"),
 }
