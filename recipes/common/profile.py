@@ -102,6 +102,7 @@ class Profile:
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink()
+            self._watch.restart_clock()
 
 
 # The kind and the name of an event, for each label. An operator is one of torch, torchvision and the like, or a

@@ -4,7 +4,7 @@ make export RUN=runs/ddp-001 OUT=model.pt
 python -m scripts.dev.export runs/ddp-001/checkpoints/best.pt model.pt
 
 Given a run's folder, it exports the newest good checkpoint. `model.load_state_dict(torch.load("model.pt",
-weights_only=True))` loads the file without this repository.
+weights_only=True))` loads the file without this repository. A name that ends with .safetensors gets that format.
 """
 
 from __future__ import annotations
@@ -38,8 +38,13 @@ def main(argv: list[str]) -> None:
     temporary = args.out.with_name(f".{args.out.name}.tmp")
     try:
         with open(temporary, "wb") as file:
-            torch.save(weights, file)
-            file.flush()
+            if args.out.suffix == ".safetensors":
+                from recipes.common.checkpoint.safetensors_files import write_safetensors
+
+                write_safetensors(weights, temporary)
+            else:
+                torch.save(weights, file)
+        with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         temporary.replace(args.out)
     except (OSError, RuntimeError) as error:

@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 import signal
+import time
 from unittest.mock import Mock
 
 import pytest
@@ -121,6 +122,25 @@ def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch):
     profile.close()
     assert said == [f"warning: cannot write {tmp_path}/trace.json.gz: [Errno 28] No space left on device"]
     assert not list(tmp_path.iterdir())
+
+
+def write_slowly():
+    """Make a trace take two windows of stragglers."""
+    write = torch.profiler.profile.export_chrome_trace
+
+    def write_late(*args):
+        time.sleep(4)
+        return write(*args)
+
+    torch.profiler.profile.export_chrome_trace = write_late
+
+
+@pytest.mark.slow
+def test_a_rank_that_writes_a_trace_is_no_straggler(tmp_path):
+    argv = ("--max-steps", "400", "--profile-steps", "2", "--straggler-window-s", "2")
+    outcome = start_run("ddp", tmp_path, 2, *argv, setup=write_slowly).wait(check=True)
+    assert "profile from step 11: " in outcome.outputs[0]
+    assert "is slow" not in outcome.text
 
 
 def test_more_steps_than_a_viewer_opens_are_refused():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 from recipes.common.checkpoint.checkpoint import CheckpointFolder
 from recipes.common.errors import UserError
@@ -30,6 +32,21 @@ def test_one_command_exports_a_run_or_a_checkpoint(run, tmp_path, capsys, place,
     written = torch.load(run / "checkpoints" / f"step-{step:09d}.pt", weights_only=True)
     assert is_equal(torch.load(out, weights_only=True), written["model"])
     torch.nn.Linear(3, 2).load_state_dict(torch.load(out, weights_only=True))
+
+
+def test_safetensors(run, tmp_path, capsys):
+    """Tied tensors, which share memory, are written under both of their names."""
+    out = tmp_path / "model.safetensors"
+    tied = content(30)
+    tied["model"]["again"], tied["model"]["turned"] = tied["model"]["weight"], tied["model"]["weight"].T
+    CheckpointFolder(run / "checkpoints").write(tied)
+    assert export.main([str(run), str(out)]) == 0
+    assert is_equal(load_file(out), {**tied["model"]})
+    with safe_open(out, framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}  # transformers refuses other files
+    capsys.readouterr()
+    assert export.main([str(run), str(tmp_path / "none" / "model.safetensors")]) == 2
+    assert capsys.readouterr().err.startswith(f"error: cannot write {tmp_path / 'none' / 'model.safetensors'}: ")
 
 
 def test_make_export(run, tmp_path):
@@ -73,12 +90,13 @@ def test_an_exported_model_is_named_where_a_checkpoint_is_meant(run, tmp_path):
     assert str(caught.value) == f"--resume {out}: {what}; give another checkpoint or the run's folder"
 
 
-def test_a_full_disk_leaves_nothing(run, tmp_path):
+@pytest.mark.parametrize(("name", "limit"), [("out.pt", 1000), ("out.safetensors", 100)])
+def test_a_full_disk_leaves_nothing(run, tmp_path, name, limit):
     """A limit on the file size stands in for the full disk."""
     result = run_command(
-        *("prlimit", "--fsize=1000", ".venv/bin/python", "-m", "scripts.dev.export", str(run)),
-        str(tmp_path / "out.pt"),
+        *("prlimit", f"--fsize={limit}", ".venv/bin/python", "-m", "scripts.dev.export", str(run)),
+        str(tmp_path / name),
     )
     assert result.status == 2
-    assert result.stderr.startswith(f"error: cannot write {tmp_path / 'out.pt'}: ")
+    assert result.stderr.startswith(f"error: cannot write {tmp_path / name}: ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

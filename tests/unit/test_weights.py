@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torchvision.models import resnet18
 from torchvision.models.vision_transformer import MLPBlock
@@ -114,10 +116,46 @@ def test_a_file_of_another_program(given, single, tmp_path, form):
         torch.testing.assert_close(value, state[name], rtol=1e-3 if form == "half" else 0, atol=1e-6)
 
 
-def test_an_exported_model(given, single, tmp_path):
-    assert export.main([str(given), str(tmp_path / "model.pt")]) == 0
-    single("a", "--weights", str(tmp_path / "model.pt"), "--evaluate")
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
+def test_an_exported_model(given, single, tmp_path, name):
+    assert export.main([str(given), str(tmp_path / name)]) == 0
+    single("a", "--weights", str(tmp_path / name), "--evaluate")
     assert epochs(tmp_path / "a")[0]["test_accuracy"] == epochs(given)[-1]["test_accuracy"]
+
+
+def test_safetensors_in_several_files(given, single, tmp_path):
+    state = {name: value.contiguous() for name, value in weights(given).items()}
+    first = dict(itertools.islice(state.items(), 4))
+    save_file(first, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({name: value for name, value in state.items() if name not in first}, tmp_path / "b.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    files = {name: "model-00001-of-00002.safetensors" if name in first else "b.safetensors" for name in state}
+    index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    assert f"took 10 of 10 tensors from {index}" in single("a", "--weights", str(index), *STILL)
+    for name, value in weights(tmp_path / "a").items():
+        torch.testing.assert_close(value, state[name], rtol=0, atol=1e-6)
+    (tmp_path / "b.safetensors").unlink()
+    with pytest.raises(UserError, match=r"--weights .*index\.json: .*[Nn]o such file.*; give a file that exists"):
+        single("b", "--weights", str(index))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("w.safetensors", b"", "w.safetensors: .*; it is damaged: copy it again"),
+        ("w.safetensors", b"\xff" * 40, "w.safetensors: .*; it is damaged"),
+        ("w.safetensors.index.json", b"{", "index.json: .*; it is damaged"),
+        ("w.safetensors.index.json", b"[]", "index.json: .*; it is damaged"),
+        ("w.safetensors.index.json", b"{}", "index.json: .*; it is damaged"),
+        ("none.safetensors", None, "none.safetensors: .*; give a file that exists"),
+    ],
+)
+def test_bad_safetensors_are_refused_in_one_line(single, tmp_path, name, text, words):
+    if text is not None:
+        (tmp_path / name).write_bytes(text)
+    with pytest.raises(UserError, match=f"^--weights .*{words}") as caught:
+        single("a", "--weights", str(tmp_path / name))
+    assert "\n" not in str(caught.value)
 
 
 # ---- what fits

@@ -120,7 +120,7 @@ def read_path(
     except FileNotFoundError:
         raise UserError(f"{flag} {path}: no such file; give {others}a checkpoint, or a run's folder") from None
     if is_folder:
-        folder = path / "checkpoints" if "checkpoints" in names_in(path) else path
+        folder = _checkpoints_in(path)
         found = read_newest(CheckpointFolder(folder), False, check)
         if not found:
             raise UserError(f"{flag} {path}: no checkpoints in {folder}; give another run or checkpoint")
@@ -131,23 +131,35 @@ def read_path(
         raise UserError(f"{flag} {path}: {error}; give another checkpoint or the run's folder") from None
 
 
+def _checkpoints_in(folder: Path) -> Path:
+    """Return the folder of checkpoints of a run, or the folder itself if it is none."""
+    return folder / "checkpoints" if "checkpoints" in names_in(folder) else folder
+
+
 def read_weights(path: Path, check: ShardCheck | None = None) -> tuple[Path, Content]:
     """Return the file of the weights at a path, and as `model` of the content its state dict, on the CPU.
 
-    The path is of a state dict, alone or in a dict as `model` or `state_dict`; of a checkpoint; or of a run, of
-    which the best checkpoint is read, else the newest good one. `check`: as for read_checkpoint().
+    The path is of a state dict, alone or in a dict as `model` or `state_dict`; of safetensors or their index; of a
+    checkpoint; or of a run, of which the best checkpoint is read, else the newest good one. `check`: as for
+    read_checkpoint().
 
     Raises:
         UserError: the file holds no weights, or not weights alone; or as read_path().
         OSError: the file cannot be read.
     """
-    fix = "give a file of torch.save(model.state_dict()), a checkpoint, or a run's folder"
+    fix = "give a file of torch.save(model.state_dict()), safetensors, a checkpoint, or a run's folder"
     content: Any = {"format": FORMAT}
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        if path.name.endswith((".safetensors", ".safetensors.index.json")):
+            from recipes.common.checkpoint.safetensors_files import read_safetensors
+
+            content = read_safetensors(path)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except IsADirectoryError:
-        folder = path / "checkpoints" if "checkpoints" in names_in(path) else path
-        path = folder / "best.pt" if "best.pt" in names_in(folder) else path
+        path = folder / "best.pt" if "best.pt" in names_in(folder := _checkpoints_in(path)) else path
+    except UserError as error:
+        raise UserError(f"--weights {error}") from None
     except FileNotFoundError:
         raise UserError(f"--weights {path}: no such file; {fix}") from None
     except OSError:

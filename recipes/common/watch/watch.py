@@ -71,6 +71,9 @@ class NoWatch:
     def follow(self, step: Callable[[], int], folder: Path) -> None:
         """Get the current step from step(), and write reports to the run's folder."""
 
+    def restart_clock(self) -> None:
+        """Count what this rank has done since its last collective as no work of a step: it makes no straggler."""
+
     def take_stragglers(self) -> list[str]:
         """Return the warnings about slow ranks since the last call."""
         return []
@@ -131,6 +134,10 @@ class Watch(NoWatch):
     def follow(self, step: Callable[[], int], folder: Path) -> None:
         """Get the current step from step(), and write reports to the run's folder."""
         self._step, self.folder = step, folder
+
+    def restart_clock(self) -> None:
+        """Count what this rank has done since its last collective as no work of a step: it makes no straggler."""
+        self._at = self._at._replace(since=time.monotonic())
 
     def take_stragglers(self) -> list[str]:
         """Return the warnings about slow ranks since the last call."""
