@@ -69,6 +69,12 @@ def test_a_checkpoint_passes_to_single_and_back(single, tmp_path):
         assert_same_end(path, single)
 
 
+def test_given_weights_are_evaluated_as_by_single(single, tmp_path):
+    argv = (*STEPS, "--weights", str(single / "checkpoints/step-000000004.pt"), "--evaluate")
+    ours, theirs = (metrics(path) for path in (train("context", tmp_path, 2, *argv), single))
+    assert [line["test_loss"] for line in ours] == pytest.approx([theirs[-1]["test_loss"]], rel=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 def test_half_precision_stays_close(tmp_path, amp):
