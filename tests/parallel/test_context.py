@@ -195,11 +195,11 @@ def test_what_does_not_divide_is_refused(argv, message):
     assert options([*argv, "--context-parallel", "1"]).context_parallel == 1
 
 
-def tokens(args):
+def tokens():
     """Return a data set of sequences of 10 tokens."""
     rows = torch.arange(1100).view(100, 11) % 7
     train, test = ((part[:, :-1], part[:, 1:]) for part in (rows[:80], rows[80:]))
-    return {"train": train, "test": test, "kind": "tokens", "num_classes": 7}
+    return {"train": train, "test": test, "target": "tokens", "num_classes": 7}
 
 
 def test_a_length_that_only_the_data_know_is_refused_once_they_are_loaded(tmp_path):
