@@ -89,7 +89,7 @@ class TorchAmp:
         devices = [world.device.index] if world.device.type == "cuda" else None
         self.ddp = wrap_in_ddp(self.working, args, device_ids=devices)
         if args.deterministic:
-            settle_buckets(self.ddp, data, world.device)
+            settle_buckets(self.ddp, data.examples(1)[0].to(world.device))
         if args.compile:
             self.ddp.compile(mode=args.compile_mode)
         self.eval_model = self.ddp  # DDP: exchanges nothing without gradients, and --compile has compiled it

@@ -69,6 +69,9 @@ class Technique:
         split.batches(shares, epoch)
     )
     """Yield the batches of this rank's shares: (split, shares, epoch)."""
+    ranks_per_sample: int = 1
+    """Ranks that evaluate an equal part of each sample: their sums and counts add up to this many times the
+    samples'."""
     counts_skipped: bool = True
     """Whether to count the samples that this rank could not read; of ranks that read the same ones, one does."""
     gather_state: Callable[[], Content | None] | None = None
@@ -371,7 +374,7 @@ def evaluate(job: Job, technique: Technique) -> dict[str, float] | None:
     # Evaluation: adds up the sums and counts of all ranks, some 40 bytes a rank; averages are taken after it.
     with peers.watch("evaluation"):
         peers.sum_tensor(totals)
-        return averages(totals, task, len(job.data.test))
+        return averages(totals / technique.ranks_per_sample, task, len(job.data.test))
 
 
 def predict(job: Job, technique: Technique, inputs: Tensor) -> Tensor | None:

@@ -81,7 +81,7 @@ def wrap(model: nn.Module, args: DDPOptions, world: World, data: Data) -> Distri
         bucket_cap_mb=args.bucket_cap_mb or (4 if world.device.type == "cpu" else None),
     )
     if args.deterministic:
-        settle_buckets(ddp, data, world.device)
+        settle_buckets(ddp, data.examples(1)[0].to(world.device))
     if args.grad_compression != "none":
         from recipes.ddp.compression import compress_gradients
 

@@ -12,7 +12,7 @@ from recipes.common.errors import UserError
 from recipes.common.options import Parser
 from scripts.launch.command import ROOT, check_names, command, recipes
 
-SOURCES = ("ddp", "apex", "fsdp", "tensor", "pipeline", "scratch")
+SOURCES = ("ddp", "apex", "fsdp", "tensor", "context", "pipeline", "scratch")
 """Recipes whose ranks torchrun starts; launch files start each of the others in its own way, by its name."""
 
 CALLS = "partial|train_as_rank|load_same_data|load_data_and_model|Job|train"
@@ -55,9 +55,14 @@ def test_the_page_runs(tmp_path):
 OPTIONS = {
     "apex": ["--opt-level", "O0"],
     "tensor": ["--tensor-parallel", "WORLD_SIZE"],
+    "context": ["--context-parallel", "1"],
     "pipeline": ["--stages", "WORLD_SIZE", "--num-microbatches", "4"],
 }
-PAGE_OPTIONS = {"apex": ["--opt-level", "O0"], "pipeline": ["--stages", "2"]}
+PAGE_OPTIONS = {
+    "apex": ["--opt-level", "O0"],
+    "context": ["--text", "README.md"],
+    "pipeline": ["--stages", "2"],
+}
 """Options with which a recipe, and its page, compute the same as single."""
 
 

@@ -77,12 +77,12 @@ ONE_PER_NODE = ("horovod-gloo", "horovod-mpirun")
 """Files tested with one rank per node; ddp.sbatch, test_horovod.py and test_mpirun.py start several per node."""
 
 BESIDE = ("apex", "fsdp")
-"""Both start like ddp, as tensor and pipeline do; here they run at the same time on the same nodes."""
+"""Both start like ddp, as tensor, context and pipeline do; here they run at the same time on the same nodes."""
 
 
 def test_files_of_the_other_recipes_are_links_to_ddps():
     links = {path.stem: str(path.readlink()) for path in (ROOT / "slurm").glob("*.sbatch") if path.is_symlink()}
-    assert links == dict.fromkeys(("apex", "fsdp", "pipeline", "spawn", "tensor"), "ddp.sbatch")
+    assert links == dict.fromkeys(("apex", "context", "fsdp", "pipeline", "spawn", "tensor"), "ddp.sbatch")
 
 
 class TestNumbers:

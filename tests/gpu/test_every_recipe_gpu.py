@@ -26,6 +26,7 @@ ALONE = {
     "horovod": ("--compression", "none"),
     "pipeline": ("--stages", "1"),
     "tensor": ("--tensor-parallel", "1"),
+    "context": ("--context-parallel", "1"),
 }
 """The options of each recipe on one GPU, in full precision."""
 
@@ -147,7 +148,7 @@ def test_a_pipeline_on_two_gpus_of_a_process_equals_the_cpu(tmp_path):
     assert losses(run) == pytest.approx(losses(train("single", tmp_path, 1, *words, "--device", "cpu")), rel=FP32)
 
 
-@pytest.mark.parametrize("page", minimal.PAGES)
+@pytest.mark.parametrize("page", minimal.ON_DIGITS)
 def test_a_page_on_one_gpu_has_the_cpus_curve(tmp_path, page):
     need_own_library(page)
     argv, started = minimal.options_of(page, 1, 1)

@@ -28,10 +28,12 @@ def count_compiled_passes(folder):
 
 
 RECIPES = ("single", "dataparallel", "ddp", "spawn", "apex", "scratch", "fsdp", "tensor", "pipeline", "horovod")
+RECIPES += ("context",)
 BLOCKS = {"fsdp": 5}
 """Modules that are compiled one by one: fsdp compiles each of LeNet's layers with weights."""
 
 ONE_PASS = {"tensor": ("--tensor-parallel", "1"), "pipeline": ("--stages", "1", "--num-microbatches", "1")}
+ONE_PASS |= {"context": ("--context-parallel", "1")}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

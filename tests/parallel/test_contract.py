@@ -73,6 +73,8 @@ class Recipe:
     half: dict[str, Half] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
     """Options for a model that the recipe cannot split."""
+    for_text: tuple[str, ...] = ()
+    """Additional options for text, which the recipe can split."""
     gathers: int = 0
     """All-gathers of the weights per pass."""
     overhead: float = 0.02
@@ -101,6 +103,8 @@ RECIPES = [
     # At 3 ranks its bytes are those of data parallelism; test_tensor.py counts what the ranks of a replica send.
     Recipe("tensor", layouts={n: ("--tensor-parallel", str(p)) for n, p in ((2, 2), (3, 1), (7, 1))},
         whole=("--tensor-parallel", "1")),
+    # LeNet has no sequence: its rows are those of data parallelism; test_context.py counts what a replica sends.
+    Recipe("context", options=("--context-parallel", "1"), for_text=("--context-parallel", "2")),
     # Microbatches must be equal, so the replicas divide the batches here. LeNet has layers for at most 5 stages.
     Recipe("pipeline",
         layouts={n: ("--stages", str(p), "--num-microbatches", "2") for n, p in ((2, 2), (3, 1), (7, 1))},
@@ -287,7 +291,8 @@ TEXT += (*NO_DECAY, "--warmup-steps", "3")
 def test_text_has_the_same_curve_and_bits(train, text, recipe):
     """In a pipeline, the first and the last stage share a matrix."""
     world_size = recipe.world_sizes[0]
-    path = train(recipe.name, world_size, *recipe.argv(world_size), *TEXT, *text, "--clip-grad-norm", "1")
+    own = (*recipe.argv(world_size), *recipe.for_text)
+    path = train(recipe.name, world_size, *own, *TEXT, *text, "--clip-grad-norm", "1")
     size = str(recipe.batch_size(world_size))
     single = train("single", 1, "--global-batch-size", size, *TEXT, *text, "--clip-grad-norm", "1")
     assert_same_run(path, single)
@@ -340,7 +345,7 @@ def test_given_weights_of_a_gpt(train, text, recipe):
     world_size, size = recipe.world_sizes[0], str(recipe.batch_size(recipe.world_sizes[0]))
     given = train("single", 1, "--global-batch-size", size, *TEXT, *text, "--clip-grad-norm", "1")
     argv = (*TEXT, *text, "--weights", str(given))
-    path = train(recipe.name, world_size, *recipe.argv(world_size), *argv)
+    path = train(recipe.name, world_size, *recipe.argv(world_size), *recipe.for_text, *argv)
     assert_same_run(path, train("single", 1, "--global-batch-size", size, *argv))
 
 

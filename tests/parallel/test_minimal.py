@@ -21,8 +21,10 @@ from tests.conftest import need_horovod
 from tests.page import run_page
 from tests.support import ROOT, losses, metrics, run_command, run_ranks, train
 
-PAGES = ["single", "dataparallel", "ddp", "spawn", "horovod", "apex", "fsdp", "tensor", "pipeline", "scratch"]
-PARENTS = {"dataparallel": "single", "ddp": "single"} | dict.fromkeys(PAGES[3:], "ddp")
+ON_DIGITS = ["single", "dataparallel", "ddp", "spawn", "horovod", "apex", "fsdp", "tensor", "pipeline", "scratch"]
+PAGES = [*ON_DIGITS, "context"]
+"""The last one trains a GPT: test_context.py compares its losses."""
+PARENTS = {"dataparallel": "single", "ddp": "single"} | dict.fromkeys(ON_DIGITS[3:], "ddp")
 MOST_CHANGED = {"apex": 40, "fsdp": 45, "tensor": 60, "pipeline": 55, "scratch": 50}
 """Number of lines by which a page may differ from its parent; 40 by default."""
 
@@ -30,7 +32,7 @@ OWN_LIBRARIES = {"horovod": {"horovod"}, "apex": {"apex"}}
 ALLOWED = {*sys.stdlib_module_names, "torch", "torchvision", "sklearn", "numpy"}
 
 EPOCHS, STEPS_PER_EPOCH = 5, 1437 // 64
-RUNS = [*((page, 1) for page in PAGES), ("tensor", 3), ("pipeline", 3)]
+RUNS = [*((page, 1) for page in ON_DIGITS), ("tensor", 3), ("pipeline", 3)]
 """Pages and numbers of processes, which share a replica; the tests of resuming use 2 and 3 (or 4) processes."""
 
 EVERY_STEP = ["--log-every", "1"]
@@ -110,7 +112,7 @@ def test_every_step_and_evaluation_equals_single(reference, tmp_path, page, worl
     assert found.result == (page, world_size, reference.result[2])
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", ON_DIGITS)
 def test_it_goes_on_at_another_world_size_as_single_does(reference, tmp_path, page):
     path = tmp_path / "checkpoint.pt"
     found, evaluated = {}, {}

@@ -728,7 +728,10 @@ def test_another_start_of_horovod_is_refused(file):
 @pytest.mark.parametrize(
     ("name", "words", "recipe"),
     [
-        *((f"{recipe}.sbatch", (), recipe) for recipe in ("ddp", "apex", "fsdp", "pipeline", "spawn", "tensor")),
+        *(
+            (f"{recipe}.sbatch", (), recipe)
+            for recipe in ("ddp", "apex", "context", "fsdp", "pipeline", "spawn", "tensor")
+        ),
         ("array.sbatch", (), "ddp"),
         ("array.sbatch", ("apex",), "apex"),
     ],

@@ -94,15 +94,25 @@ class Attention(nn.Module):
         """Mix each position of (B, T, width) with the positions before it."""
         # (B, T, 3 * width) -> three of (B, heads, T, width / heads)
         q, k, v = self.qkv(stream).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        q, k = rotate(q), rotate(k)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.project(mixed.transpose(1, 2).flatten(2))
+        return self.project(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Rotate queries and keys, and mix the values: (B, heads, T, width / heads) each, and so is the result.
+
+        recipes/context replaces this method: there, a rank has only some of the positions.
+        """
+        return functional.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
 
 
-def rotate(vectors: Tensor) -> Tensor:
-    """Rotate each pair of numbers (i, i + D/2) of (..., T, D) by an angle that grows with the position."""
+def rotate(vectors: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Rotate each pair of numbers (i, i + D/2) of (..., T, D) by an angle that grows with the position.
+
+    The positions, shape (T,), are on the device of the vectors; by default 0 to T - 1.
+    """
     length, size = vectors.shape[-2:]
-    place = torch.arange(length, device=vectors.device, dtype=torch.float32)
+    if positions is None:
+        positions = torch.arange(length, device=vectors.device)
+    place = positions.float()
     speed = ROTARY_BASE ** -torch.arange(0, 1, 2 / size, device=vectors.device, dtype=torch.float32)
     angle = place[:, None] * speed
     cos, sin = angle.cos().to(vectors.dtype), angle.sin().to(vectors.dtype)

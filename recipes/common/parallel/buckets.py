@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.options import Options, is_user_code
 from recipes.common.world.peers import Peers
@@ -52,15 +51,15 @@ def wrap_in_ddp(module: nn.Module, args: Options, **settings: Any) -> Distribute
         raise UserError(f"{what}; use another dtype, or RECIPE=fsdp") from None
 
 
-def settle_buckets(ddp: nn.Module, data: Data, device: torch.device) -> None:
-    """Make DDP build its final buckets; call it on all ranks, before the model is compiled.
+def settle_buckets(ddp: nn.Module, inputs: Tensor) -> None:
+    """Make DDP build its final buckets from a pass over a sample; call it on all ranks, before a compilation.
 
     DDP rebuilds its buckets in the order in which the first backward computes gradients. A gradient's place in a
-    bucket decides how a sum over three or more ranks is rounded. A pass over a sample, before training, makes the
-    first step after a resume round like any other. It runs in eval(), so that it changes no statistics.
+    bucket decides how a sum over three or more ranks is rounded. A pass before training makes the first step after
+    a resume round like any other. It runs in eval(), so that it changes no statistics.
     """
     ddp.eval()
-    ddp(data.examples(1)[0].to(device)).abs().sum().backward()  # abs: complex numbers have no gradients
+    ddp(inputs).abs().sum().backward()  # abs: complex numbers have no gradients
     if missing := missing_gradients(trained(ddp)):
         what = f"--deterministic: the parameter {missing[0]} got no gradient in eval(), and DDP needs all"
         raise UserError(f"{what}; {FIX_MISSING}", on_one_rank=True)

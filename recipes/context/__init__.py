@@ -1,0 +1,1 @@
+"""Context parallelism times data parallelism on a device mesh."""

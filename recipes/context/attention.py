@@ -1,0 +1,65 @@
+"""Causal attention over sequences that ranks divide: queries are local, keys and values are gathered.
+
+A sequence is cut into 2N chunks, and rank r of N has chunks r and 2N-1-r. A chunk attends to the keys up to its
+end: r + 1 chunks for the first and 2N - r for the second, 2N + 1 on every rank, so that all do the same work.
+
+Source: Dubey et al. 2024, The Llama 3 Herd of Models, section 3.3.2, https://arxiv.org/abs/2407.21783. Ring
+attention (Liu et al. 2023, https://arxiv.org/abs/2310.01889) passes keys and values around the ranks instead.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from recipes.common.models.gpt import GPT, Attention, rotate
+
+
+def divide_attention(model: GPT, mesh: DeviceMesh) -> None:
+    """Make the model take a rank's part of each sequence, and exchange keys and values within the replica."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attend = partial(attend, mesh)  # type: ignore[method-assign]
+
+
+def take_whole_sequences(model: GPT, mesh: DeviceMesh) -> None:
+    """Make a model whose attention is divided take whole sequences, and return all logits on every rank."""
+    model.register_forward_pre_hook(lambda _, inputs: (own_part(inputs[0], mesh, 1),))
+    model.register_forward_hook(lambda _, inputs, logits: gather_sequence(logits, mesh, 1))
+
+
+def own_part(whole: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """Return this rank's two chunks of the dimension that counts a sequence's positions: T -> T / N."""
+    chunks, rank = whole.chunk(2 * mesh.size(), dim), mesh.get_local_rank()
+    return torch.cat((chunks[rank], chunks[-1 - rank]), dim)
+
+
+def gather_sequence(part: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """Return the whole of what own_part() has divided, in order: T / N -> T; call it on all ranks of a replica.
+
+    The gradient of a part is the sum of all ranks' gradients of it.
+    """
+    # Context: an all-gather, (N-1)/N of the whole's bytes; in backward, a reduce-scatter of as many.
+    whole = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
+    chunks = whole.full_tensor(grad_placements=[Partial()]).chunk(2 * mesh.size(), dim)
+    return torch.cat(chunks[::2] + chunks[::-2], dim)  # the ranks' first chunks, then backwards their second ones
+
+
+def attend(mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Replace Attention.attend(): (B, heads, T / N, size) each, and so is the result; call on all ranks."""
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    positions = own_part(torch.arange(ranks * q.shape[2], device=q.device), mesh, 0)
+    k, v = gather_sequence(torch.stack((rotate(k, positions), v)), mesh, 3)
+    mixed, size = [], q.shape[2] // 2
+    for chunk, queries in zip((rank, 2 * ranks - 1 - rank), rotate(q, positions).chunk(2, 2), strict=True):
+        end = size * (chunk + 1)
+        # The last query sees all keys up to the chunk's end, the one before it one less, and so on.
+        bias = causal_lower_right(size, end)
+        mixed.append(scaled_dot_product_attention(queries, k[:, :, :end], v[:, :, :end], bias))
+    return torch.cat(mixed, 2)

@@ -1,0 +1,171 @@
+"""Context parallelism times data parallelism: each sequence divided over the ranks of a replica.
+
+    make run RECIPE=context NODES=2 NPROC_PER_NODE=2 ARGS="--data text"
+    .venv/bin/torchrun --nproc-per-node=4 -m recipes.context.train --context-parallel 4 --data text --seq-len 1024
+
+Success: the first command ends with `result recipe=context world_size=4 test_bits_per_byte=2...`.
+Source: Dubey et al. 2024, The Llama 3 Herd of Models, section 3.3.2, https://arxiv.org/abs/2407.21783.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from recipes.common.data import Batch, Data, Split
+from recipes.common.errors import UserError
+from recipes.common.job import Job
+from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
+from recipes.common.models.gpt import GPT
+from recipes.common.models.models import GPTS
+from recipes.common.optim import autocast, build_optimizer, build_scaler
+from recipes.common.options import Options, option, parse, positive_int
+from recipes.common.parallel.buckets import check_complete, settle_buckets, wrap_in_ddp
+from recipes.common.parallel.groups import grid_mesh
+from recipes.common.process.entry import run_main
+from recipes.common.process.signals import Stop
+from recipes.common.world.agreement import run_on_all_ranks, shard
+from recipes.common.world.world import World, train_as_rank
+from recipes.context.attention import divide_attention, own_part, take_whole_sequences
+
+
+@dataclass(frozen=True)
+class ContextOptions(Options):
+    """Context parallelism."""
+
+    context_parallel: int = option(2, positive_int, "ranks that divide each sequence", "N")
+
+    def check(self) -> None:
+        """Raise UserError if options do not combine."""
+        super().check()
+        flag = f"--context-parallel {self.context_parallel}"
+        if self.sync_batchnorm:
+            raise UserError("--sync-batchnorm: this recipe is for models without batch norm; use RECIPE=ddp")
+        if self.context_parallel == 1:
+            return
+        if self.model not in GPTS:
+            fix = f"use {' or '.join(GPTS)} with --data text, or --context-parallel 1"
+            raise UserError(f"{flag}: --model {self.model} has no sequence that ranks can divide; {fix}")
+        if self.task not in ("auto", "language-model"):
+            raise UserError(f"{flag}: --task {self.task} may read whole sequences; drop it")
+        if self.data == "text":
+            self.check_length(self.seq_len)
+
+    def check_length(self, length: int) -> None:
+        """Raise UserError, with the nearest lengths that work, if sequences do not divide into 2N chunks."""
+        chunks = 2 * self.context_parallel
+        if length % chunks:
+            below = length // chunks * chunks
+            either = f"{below} or {below + chunks}" if below else f"{chunks}"
+            what = f"a sequence of {length} does not divide into 2 chunks for each rank"
+            fix = f"use a length of {either} (--seq-len)"
+            raise UserError(f"--context-parallel {self.context_parallel}: {what}; {fix}")
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise UserError if the world size is not a multiple of the ranks that divide a sequence."""
+        size = self.context_parallel
+        if world_size % size:
+            fix = f"start a multiple of {size} processes, or give --context-parallel {world_size}"
+            raise UserError(f"--context-parallel {size} does not divide {world_size} processes; {fix}")
+
+
+options = partial(parse, ContextOptions, "context", __doc__)
+
+
+def wrap(
+    model: nn.Module, args: ContextOptions, world: World, data: Data, cp: DeviceMesh
+) -> DistributedDataParallel:
+    """Divide the model's attention and average its gradients over all ranks; call it on all ranks."""
+    is_gpu = world.device.type == "cuda"
+    if cp.size() > 1:
+        divide_attention(cast(GPT, model), cp)
+    # DDP: all ranks hold the whole model, and each has the gradient of its own positions of its own samples.
+    # Backward averages a bucket of them over all ranks while the layers before it are still computing.
+    devices = [world.device.index] if is_gpu else None
+    ddp = wrap_in_ddp(model, args, device_ids=devices, bucket_cap_mb=None if is_gpu else 4)
+    if args.deterministic:
+        inputs, _ = data.examples(1)
+        settle_buckets(ddp, own_sequence(inputs, cp).to(world.device))
+    if args.compile:
+        ddp.compile(mode=args.compile_mode)
+    return ddp
+
+
+def own_sequence(tensor: Tensor, cp: DeviceMesh) -> Tensor:
+    """Return this rank's part of sequences (B, T), or all of any samples if there is nothing to divide."""
+    return own_part(tensor, cp, 1) if cp.size() > 1 else tensor
+
+
+def read_batches(cp: DeviceMesh, split: Split, shares: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
+    """Yield this rank's part of the sequences (B, T) and targets (B, T) of its replica: (B, T / N) each."""
+    # Context: all ranks of a replica read the same samples; nothing crosses the wire.
+    for inputs, targets in split.batches(shares, epoch):
+        yield own_sequence(inputs, cp), own_sequence(targets, cp)
+
+
+def train(args: ContextOptions, world: World, stop: Stop) -> None:
+    """Train with the given options; call it on all ranks."""
+    replicas = world.world_size // args.context_parallel
+    data, model = load_data_and_model(args, "context", world, stop, replicas)
+    if args.context_parallel > 1:
+        run_on_all_ranks(lambda: args.check_length(data.input.shape[0]), world)
+    # Context: a group for each row (the ranks of a replica: neighbours, best within a node) and each column.
+    mesh = grid_mesh(args, world, args.context_parallel, ("dp", "cp"))
+    dp, cp = mesh["dp"], mesh["cp"]
+    with world.watch("model", computes=True):
+        ddp = wrap(model, args, world, data, cp)
+    optimizer = build_optimizer(args, model.parameters())
+    scaler = build_scaler(args, world.device)
+    job = Job(args, "context", data, world, model, optimizer, scaler, stop, replicas=replicas)
+
+    def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
+        """Accumulate the gradients of one pass; return this rank's part of the loss."""
+        # DDP: gradients are exchanged only in the last of the accumulated passes, while backward runs.
+        # Context: each pass exchanges keys, values and their gradients within the replica, in each block.
+        with world.watch("gradients", computes=True), nullcontext() if is_last else ddp.no_sync():
+            with autocast(args, world.device):
+                # Context: the mean over this rank's 1/N of the positions is 1/N of its samples' loss.
+                loss = job.loss(ddp(inputs), targets) / cp.size()
+            # DDP: gradients are averaged over the ranks; this factor makes the result the global batch's mean.
+            scaler.scale(loss * world.world_size).backward()
+        if is_last:
+            check_complete(ddp)
+        return loss.detach()
+
+    def predict(inputs: Tensor) -> Tensor:
+        # Context: evaluation gathers keys and values, too; each rank counts its own positions.
+        with world.watch("evaluation", computes=True), autocast(args, world.device):
+            return ddp(inputs)
+
+    technique = Technique(
+        forward_backward,
+        ddp,
+        predict=predict,
+        # Context: all ranks of a replica take the same samples.
+        shard=lambda indices: shard(indices, dp.get_local_rank(), dp.size()),
+        read_batches=partial(read_batches, cp),
+        ranks_per_sample=cp.size(),
+    )
+    # DDP: rank 0 reads the checkpoint and broadcasts it. All ranks hold the same weights: rank 0 writes them.
+    begin_run(job)
+    train_epochs(job, technique)
+    if cp.size() > 1:
+        take_whole_sequences(cast(GPT, model), cp)
+    job.finish(sample_on_all_ranks=cp.size() > 1)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train with the options in argv; call it on every rank."""
+    # Context: a launcher (torchrun, srun, mpirun) gives each process its rank.
+    train_as_rank("context", options(argv), train)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_main(main))

@@ -1,0 +1,50 @@
+"""Context parallelism on GPUs: their attention kernels, two ranks over NCCL, and the page."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from recipes.common.models.gpt import Attention, rotate
+from recipes.context import attention
+from recipes.context.attention import attend, own_part
+from tests.conftest import need_gpus
+from tests.gpu.test_every_recipe_gpu import FIRST, FP32, STEPS
+from tests.parallel.test_context import TEXT, Mesh, run_the_page, texts  # noqa: F401 (a fixture)
+from tests.support import losses, train
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    need_gpus()
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_each_ranks_attention_and_gradients_are_those_of_whole_sequences(monkeypatch, dtype, error):
+    """bfloat16 takes flash attention; its rounding error is 2^-8."""
+    q, k, v = torch.randn(3, 2, 4, 256, 64, device="cuda", dtype=dtype, requires_grad=True)
+    expected = Attention.attend(None, q, k, v)
+    wanted = torch.autograd.grad(expected.float().square().sum(), (q, k, v))
+    monkeypatch.setattr(attention, "gather_sequence", lambda part, mesh, dim: torch.stack((rotate(k), v)))
+    found = []
+    for rank in range(2):
+        mesh = Mesh(rank, 2)
+        mixed = attend(mesh, *(own_part(x, mesh, 2) for x in (q, k, v)))
+        assert torch.allclose(mixed, own_part(expected, mesh, 2), atol=error)
+        found.append(torch.autograd.grad(mixed.float().square().sum(), (q, k, v)))
+    for one, other, whole in zip(*found, wanted, strict=True):
+        assert torch.allclose(one + other, whole, atol=error * whole.abs().max().item())
+
+
+@pytest.mark.parametrize("more", [(), ("--compile",)])
+def test_two_gpus_equal_the_cpu(tmp_path, more):
+    need_gpus(2)
+    words = (*TEXT[:-2], *STEPS, "--seq-len", "64")
+    run = train("context", tmp_path, 2, *words, "--device", "cuda", *more)
+    assert losses(run) == pytest.approx(losses(train("single", tmp_path, 1, *words, "--device", "cpu")), rel=FP32)
+
+
+def test_the_page_on_one_gpu_has_the_cpus_curve(tmp_path, texts):  # noqa: F811
+    on_gpu = run_the_page(texts[0], tmp_path, 1, 1, CUDA_VISIBLE_DEVICES=FIRST, NVIDIA_TF32_OVERRIDE="0")
+    on_cpu = run_the_page(texts[0], tmp_path, 1, 1, CUDA_VISIBLE_DEVICES="")
+    assert on_gpu[0] == pytest.approx(on_cpu[0], rel=FP32)

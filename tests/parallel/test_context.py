@@ -1,0 +1,303 @@
+"""Context parallelism: each layout of ranks, its checkpoints, its sample, its refusals, what crosses the wire."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from recipes.common import job
+from recipes.common.errors import UserError
+from recipes.common.models.gpt import GPT, Attention, rotate
+from recipes.context import attention
+from recipes.context.attention import attend, divide_attention, own_part
+from recipes.context.train import options
+from tests import observe
+from tests.conftest import slow
+from tests.page import run_page
+from tests.support import (
+    ROOT,
+    largest_difference,
+    losses,
+    metrics,
+    optimizer_tensors,
+    run_ranks,
+    start_run,
+    train,
+    weights,
+)
+
+TEXT = ("--data", "text", "--data-dir", str(ROOT / "docs"), "--device", "cpu")
+STEPS = (*TEXT, "--seq-len", "16", "--global-batch-size", "6", "--max-steps", "4", "--checkpoint-every", "2")
+STEPS += ("--clip-grad-norm", "1")
+
+
+def assert_same_end(run, whole):
+    assert largest_difference(weights(run), weights(whole)) < 1e-5
+    assert largest_difference(optimizer_tensors(run), optimizer_tensors(whole)) < 1e-5
+    (ours,), (theirs,) = ([line for line in metrics(path) if "test_loss" in line] for path in (run, whole))
+    assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-5)
+    assert ours["test_bits_per_byte"] == pytest.approx(theirs["test_bits_per_byte"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "ranks", "more"),
+    [
+        (1, 2, ()),
+        (2, 2, ("--accumulate-steps", "3", "--deterministic")),
+        *slow((1, 4, ()), (1, 3, ("--seq-len", "18")), (4, 1, ()), (1, 8, ())),
+    ],
+)
+def test_every_layout_has_the_losses_of_single(single, tmp_path, replicas, ranks, more):
+    """Of 16 positions, each of 8 ranks has two, and each chunk is one."""
+    run = train("context", tmp_path, replicas * ranks, *STEPS, "--context-parallel", str(ranks), *more)
+    whole = train("single", tmp_path, 1, *STEPS, *more[:2]) if "--seq-len" in more else single
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+    assert_same_end(run, whole)
+
+
+def test_a_checkpoint_passes_to_single_and_back(single, tmp_path):
+    middle = "checkpoints/step-000000002.pt"
+    run = train("context", tmp_path, 2, *STEPS, "--resume", str(single / middle))
+    later = train("single", tmp_path, 1, *STEPS, "--resume", str(train("context", tmp_path, 4, *STEPS) / middle))
+    for path in (run, later):
+        found = {line["step"]: line["loss"] for line in metrics(path) if "loss" in line}
+        assert found == pytest.approx({3: losses(single)[2], 4: losses(single)[3]}, rel=1e-5)
+        assert_same_end(path, single)
+
+
+def test_given_weights_are_evaluated_as_by_single(single, tmp_path):
+    argv = (*STEPS, "--weights", str(single / "checkpoints/step-000000004.pt"), "--evaluate")
+    ours, theirs = (metrics(path) for path in (train("context", tmp_path, 2, *argv), single))
+    assert [line["test_loss"] for line in ours] == pytest.approx([theirs[-1]["test_loss"]], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_half_precision_stays_close(tmp_path, amp):
+    """2^-8 is bfloat16's rounding error."""
+    run, whole = (train(name, tmp_path, n, *STEPS, "--amp", amp) for name, n in (("context", 2), ("single", 1)))
+    assert losses(run) == pytest.approx(losses(whole), rel=2.0**-8)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_has_the_losses_of_single(single, tmp_path):
+    run = train("context", tmp_path, 2, *STEPS, "--compile")
+    assert losses(run) == pytest.approx(losses(single), rel=1e-5)
+    assert_same_end(run, single)
+
+
+def test_all_ranks_write_the_sample_of_single(tmp_path):
+    """Rank 0 alone could not: each rank computes its own part of each forward pass."""
+    argv = (*STEPS, "--lr", "0.01", "--warmup-steps", "1")
+    texts = []
+    for recipe, world_size in (("single", 1), ("context", 4)):
+        outcome = start_run(recipe, tmp_path, world_size, *argv, name=recipe).wait(check=True)
+        texts.append(outcome.outputs[0].split("a sample of what the model writes:\n")[1].split("\nresult ")[0])
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > 10
+
+
+# ---- who does what
+
+
+class Mesh:
+    """A rank's place among those of its replica."""
+
+    def __init__(self, rank, ranks):
+        self.get_local_rank, self.size = lambda: rank, lambda: ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_all_ranks_attend_to_equally_many_keys(monkeypatch, ranks):
+    """Their results, put together, are those of attention over the whole sequence."""
+    heads = (1, 2, 24, 8)
+    q, k, v = torch.randn(3, *heads).double()
+    whole = torch.stack((rotate(k), v))
+    expected = Attention.attend(None, q, k, v)
+    monkeypatch.setattr(attention, "gather_sequence", lambda part, mesh, dim: whole)
+    products = []
+
+    def count(queries, keys, values, bias):
+        products[-1] += queries.shape[2] * keys.shape[2]
+        return scaled_dot_product_attention(queries, keys, values, bias)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", count)
+    for rank in range(ranks):
+        products.append(0)
+        mesh = Mesh(rank, ranks)
+        mixed = attend(mesh, *(own_part(x, mesh, 2) for x in (q, k, v)))
+        assert torch.allclose(mixed, own_part(expected, mesh, 2), atol=1e-6)
+    assert set(products) == {(24 // (2 * ranks)) ** 2 * (2 * ranks + 1)}
+
+
+def kept_bytes(model, tokens):
+    """Return the bytes of activations that a forward pass keeps for backward."""
+    given = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    kept = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        # Wider tensors than an MLP's are masks, which only CPUs have, and what has a number for each position.
+        if storage.data_ptr() not in given and tensor.shape[-1] <= 4 * WIDTH:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = model(tokens)
+    assert output.grad_fn
+    return sum(kept.values())
+
+
+WIDTH, LENGTH, DEPTH = 64, 4096, 2
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_keeps_its_part_of_the_activations_and_all_keys_and_values(monkeypatch, ranks):
+    monkeypatch.setattr(attention, "gather_sequence", lambda part, mesh, dim: torch.cat([part] * ranks, dim))
+    model = GPT(256, WIDTH, DEPTH, 4)
+    tokens = torch.randint(256, (1, LENGTH))
+    whole = kept_bytes(model, tokens)
+    divide_attention(model, Mesh(0, ranks))
+    part = kept_bytes(model, own_part(tokens, Mesh(0, ranks), 1))
+    gathered = DEPTH * 2 * 4 * LENGTH * WIDTH
+    # Undivided, a block keeps its keys and, since values are a view of it, the product of all three: 4 per number.
+    assert part == pytest.approx((whole - 2 * gathered) / ranks + gathered, rel=1e-3)
+
+
+def test_a_rank_has_the_positions_of_an_early_and_a_late_chunk():
+    parts = [own_part(torch.arange(12)[None], Mesh(rank, 3), 1)[0].tolist() for rank in range(3)]
+    assert parts == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+
+
+# ---- what is refused
+
+
+PARTS = "does not divide into 2 chunks for each rank"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ((), "--model lenet has no sequence that ranks can divide; use gpt-tiny or gpt-small with"),
+        ((*TEXT, "--model", "mine:net"), "--model mine:net has no sequence that ranks can divide; use "),
+        ((*TEXT, "--task", "my:Task"), "--task my:Task may read whole sequences; drop it"),
+        (("--seq-len", "30", *TEXT), f"a sequence of 30 {PARTS}; use a length of 28 or 32"),
+        (("--seq-len", "3", *TEXT), f"a sequence of 3 {PARTS}; use a length of 4"),
+    ],
+)
+def test_what_does_not_divide_is_refused(argv, message):
+    with pytest.raises(UserError, match=f"^--context-parallel 2: {re.escape(message)}"):
+        options([*argv])
+    assert options([*argv, "--context-parallel", "1"]).context_parallel == 1
+
+
+def tokens():
+    """Return a data set of sequences of 10 tokens."""
+    rows = torch.arange(1100).view(100, 11) % 7
+    train, test = ((part[:, :-1], part[:, 1:]) for part in (rows[:80], rows[80:]))
+    return {"train": train, "test": test, "target": "tokens", "num_classes": 7}
+
+
+def test_a_length_that_only_the_data_know_is_refused_once_they_are_loaded(tmp_path):
+    words = ("--data", "tests.parallel.test_context:tokens", "--model", "gpt-tiny", "--workers", "0")
+    outcome = start_run("context", tmp_path, 2, *words, "--device", "cpu").wait(60)
+    message = f"error: --context-parallel 2: a sequence of 10 {PARTS}; use a length of 8 or 12 (--seq-len)"
+    assert outcome.refusal == message
+
+
+def test_processes_that_are_no_multiple_are_refused(tmp_path):
+    message = "--context-parallel 2 does not divide 3 processes; start a multiple of 2 processes, or give"
+    assert start_run("context", tmp_path, 3, *STEPS).wait(60).refusal.startswith(f"error: {message}")
+
+
+# ---- bytes on the wire
+
+
+@pytest.mark.parametrize(("replicas", "ranks"), [(1, 2), *slow((2, 2), (1, 4))])
+def test_keys_values_and_gradients_cross_the_wire(single, tmp_path, replicas, ranks):
+    """Each of 4 blocks gathers keys and values of b sequences of 16 x 64 numbers, and scatters their gradients.
+
+    A reduce-scatter should send as much as an all-gather; gloo's is an all-reduce, which sends twice as much.
+    """
+    own = (*STEPS, "--global-batch-size", "8", "--max-steps", "6", "--context-parallel", str(ranks))
+    setup = functools.partial(observe.observe_steps, tmp_path)
+    train("context", tmp_path, replicas * ranks, *own, setup=setup)
+    gathered = 2 * 4 * (8 // replicas) * 16 * 64
+    gradients = sum(4 * weight.numel() for name, weight in weights(single).items() if name != "head.weight")
+    everyone = replicas * ranks
+    expected = 4 * 3 * (ranks - 1) / ranks * gathered + 2 * (everyone - 1) / everyone * gradients
+    for sent in observe.sent_per_step(tmp_path, everyone):
+        assert expected <= sent <= 1.05 * expected
+
+
+# ---- the page, which is not LeNet on digits as the others are
+
+
+PAGE_STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Return a file for the page, and a folder with the same text for --data text."""
+    folder = tmp_path_factory.mktemp("texts")
+    words = (ROOT / "LICENSE").read_bytes() + (ROOT / "CONTRIBUTING.md").read_bytes() * 2
+    count = PAGE_STEPS * 16 * 256 + 200  # bytes for training; whole windows of 256, and some that are left over
+    assert len(words) > count * 10 // 9
+    text = bytearray(words[: count // 9 * 10])
+    cut = len(text) * 9 // 10
+    text[cut - 1] = text[-1] = 0  # --data text ends each file with a zero
+    (folder / "page").write_bytes(text)
+    (folder / "split").mkdir()
+    for name, part in (("most", text[:cut]), ("rest", text[cut:])):
+        (folder / "split" / name).write_bytes(part[:-1])
+    return folder / "page", folder / "split"
+
+
+def order_as_on_the_page(size, seed, epoch, block):
+    return torch.randperm(size, generator=torch.Generator().manual_seed(epoch))
+
+
+def shuffle_as_the_page():
+    job.permutation = order_as_on_the_page
+
+
+def read_page(text):
+    """Return the losses of the page's steps, the test losses of its epochs, and its last line."""
+    steps, epochs = (re.findall(rf"^{kind} (\S+)$", text, re.MULTILINE) for kind in KINDS)
+    return [*map(float, steps)], [*map(float, epochs)], text.splitlines()[-1]
+
+
+KINDS = (r"step \d+ loss", r"epoch \d+ test_loss")
+
+
+def run_the_page(path, folder, world_size, ranks, **env):
+    """Run the page for two epochs; return read_page() of rank 0's output. The other ranks print nothing."""
+    argv = ["--epochs", "2", "--log-every", "1", "--text", str(path), "--context-parallel", str(ranks)]
+    setup = functools.partial(run_page, "context", argv)
+    outcome = run_ranks("context", [], world_size, folder, setup=setup, OMP_NUM_THREADS="1", **env)
+    assert not any("loss" in output for output in outcome.outputs[1:])
+    return read_page(outcome.outputs[0])
+
+
+@pytest.fixture(scope="module")
+def recipe_on_texts(texts, tmp_path_factory):
+    """Return the run of single that the page repeats: its text, batches and learning rate."""
+    argv = ("--data", "text", "--data-dir", str(texts[1]), "--seq-len", "256", "--global-batch-size", "16")
+    argv += ("--lr", "0.001", "--lr-schedule", "constant", "--warmup-steps", "0", "--epochs", "2")
+    folder = tmp_path_factory.mktemp("page")
+    return train("single", folder, 1, *argv, "--device", "cpu", setup=shuffle_as_the_page)
+
+
+@pytest.mark.parametrize(("world_size", "ranks"), [(1, 1), (2, 2), *slow((4, 2), (4, 4), (2, 1))])
+def test_the_page_has_the_losses_of_single(texts, recipe_on_texts, tmp_path, world_size, ranks):
+    steps, epochs, result = run_the_page(texts[0], tmp_path, world_size, ranks)
+    assert len(steps) == 2 * PAGE_STEPS
+    assert steps == pytest.approx(losses(recipe_on_texts), rel=1e-5)
+    expected = [line["test_loss"] for line in metrics(recipe_on_texts) if "test_loss" in line]
+    assert epochs == pytest.approx(expected, rel=1e-5)
+    start = f"result recipe=context world_size={world_size} test_loss={expected[-1]:.4f} samples_per_s="
+    assert re.fullmatch(rf"{re.escape(start)}\d+", result)
