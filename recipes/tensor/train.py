@@ -186,7 +186,7 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
 
     def gather_state() -> Content | None:
         if args.sharded_checkpoints:
-            return sharding.own_state(job, dp.get_local_rank() == 0, boxes)
+            return sharding.own_state(job, mesh, boxes)
         # Tensor: rank 0 gathers the shards of its replica; the file is the same as for a model that is not split.
         state = sharding.gather_state(job)
         return state and reorder_packed(state, model, packed, tp.size(), 3)
