@@ -89,6 +89,7 @@ def parallelize(
             raise UserError(f"--loss-parallel: --model {name} has no vocabulary; {fix}")
         layers.update(VOCABULARY)
     packed: Packed = {}
+    is_trained = {path: parameter.requires_grad for path, parameter in model.named_parameters()}
     torch.backends.mha.set_fastpath_enabled(False)  # in evaluation, the fused layer would read whole weights
     for path, module in model.named_modules():
         if isinstance(module, Attention | nn.MultiheadAttention):
@@ -102,6 +103,8 @@ def parallelize(
     if vocabulary and isinstance(model, GPT):
         model.head.weight = model.embedding.weight  # tie the matrices again
         model.head.register_forward_hook(whole_logits)
+    for path, parameter in model.named_parameters():  # SequenceParallel makes new ones, which are all trained
+        parameter.requires_grad_(is_trained[path])
     return packed
 
 

@@ -16,7 +16,9 @@ from recipes.common.checkpoint.checkpoint import CheckpointWriter
 from recipes.common.checkpoint.reading import read_checkpoint
 from recipes.common.data import load_data
 from recipes.common.errors import UserError
+from recipes.common.models import gpt
 from recipes.common.models.models import build_model
+from recipes.common.models.vit import VisionTransformer
 from recipes.tensor.plans import packed_boxes, swap
 from recipes.tensor.train import GradientSum, options
 from scripts.plan.__main__ import make_plan
@@ -82,6 +84,26 @@ def test_tokens_and_vocabulary_in_shards_have_the_losses_of_single(single, tmp_p
     argv, whole = single
     words = ("--tensor-parallel", str(ranks), *switches)
     run = train("tensor", tmp_path, replicas * ranks, *argv, *words)
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+    assert_same_end(run, whole)
+
+
+def half_frozen(data):
+    """Return a transformer of which only a part is trained."""
+    model = VisionTransformer(1, 8, 10) if data.has_images else gpt.GPT(data.num_classes, 64, depth=2, heads=4)
+    for frozen in (model.embedding, model.blocks[0], model.blocks[1].norm1):
+        frozen.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("world_size", "switches"),
+    [(2, (*GPT, SEQUENCE)), *slow((2, ()), (4, (*GPT, FULL)), (4, (*GPT, FULL, SEQUENCE, LOSS)))],
+)
+def test_frozen_parameters_stay_as_they_are(tmp_path, world_size, switches):
+    argv = (*(word for word in switches if word not in (SEQUENCE, LOSS, FULL)), *STEPS, "--optimizer", "adamw")
+    argv = (*argv, "--lr", "0.001", "--model", "tests.parallel.test_tensor:half_frozen")
+    run, whole = train("tensor", tmp_path, world_size, *switches, *argv), train("single", tmp_path, 1, *argv)
     assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
     assert_same_end(run, whole)
 
