@@ -22,7 +22,7 @@ from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models.models import build_model
 from recipes.common.models.rank_dependence import warnings_after_passes, warnings_before_training
-from recipes.common.optim import autocast, learning_rate, optimizer_step, set_learning_rate
+from recipes.common.optim import Clip, autocast, learning_rate, optimizer_step, set_learning_rate
 from recipes.common.options import Options, check_batch
 from recipes.common.process.signals import FAIL, GO, STOP, Stop, vote_interval
 from recipes.common.record.record import Record, open_run
@@ -318,9 +318,9 @@ def own_shard(peers: Peers) -> Callable[[Tensor], Tensor]:
     return lambda indices: shard(indices, peers.rank, peers.world_size)
 
 
-def update(job: Job, check: Check) -> None:
+def update(job: Job, check: Check, clip: Clip = nn.utils.clip_grad_norm_) -> None:
     """Step the optimizer if the gradients, which are the same on all ranks, pass the check."""
-    optimizer_step(job.args, job.model.parameters(), job.optimizer, job.scaler, check)
+    optimizer_step(job.args, job.model.parameters(), job.optimizer, job.scaler, check, clip)
 
 
 @torch.no_grad()

@@ -13,6 +13,9 @@ from recipes.common.options import Options
 
 AMP_DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+Clip = Callable[[list[nn.Parameter], float], Tensor]
+"""Scales the gradients of parameters down to a total norm; returns the norm that they had."""
+
 
 def optimizer_class(args: Options) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return the class and the arguments of the optimizer that the options name."""
@@ -130,6 +133,7 @@ def optimizer_step(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     check: Callable[[Sequence[Tensor]], bool],
+    clip: Clip = nn.utils.clip_grad_norm_,
 ) -> None:
     """Unscale and clip the gradients, step if check(gradients) returns true, and clear them.
 
@@ -142,7 +146,7 @@ def optimizer_step(
         clear_momentum(optimizer)
     if args.clip_grad_norm:
         scaler.unscale_(optimizer)  # clip by the norm of the unscaled gradient
-        gradients = [nn.utils.clip_grad_norm_(parameters, args.clip_grad_norm)]  # finite only if all of them are
+        gradients = [clip(parameters, args.clip_grad_norm)]  # finite only if all of them are
     else:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if scaler.is_enabled() or check(gradients):

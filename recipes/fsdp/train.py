@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -34,8 +34,9 @@ from recipes.common.loop import Technique, begin_run, load_checked_data, train_e
 from recipes.common.models.batchnorm import check_parts, plain_layers, set_groups
 from recipes.common.models.models import build_model, make_model
 from recipes.common.models.user_model import check_fit
-from recipes.common.optim import AMP_DTYPES, build_optimizer, build_scaler
+from recipes.common.optim import build_optimizer, build_scaler
 from recipes.common.options import Options, is_user_code, option, parse, positive_int, switch
+from recipes.common.parallel.blocks import blocks, precision
 from recipes.common.parallel.buckets import FIX_MISSING, Named, missing_gradients, trained
 from recipes.common.parallel.groups import grid_mesh
 from recipes.common.parallel.sharding import gather_state, own_shards, own_state, read_shards, update, write_shards
@@ -118,16 +119,6 @@ def build(args: FSDPOptions, data: Data, world: World) -> tuple[nn.Module, Shard
         return build_model(contiguous, data, world.device), {}, reason
 
 
-def blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children of a model's outermost sequences: the units that are gathered and freed together."""
-    sequences = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-    for child in module.children():
-        if isinstance(module, sequences) and not isinstance(child, sequences):
-            yield child
-        else:
-            yield from blocks(child)
-
-
 def check_dtypes(block: nn.Module, args: FSDPOptions, names: Mapping[nn.Parameter, str]) -> None:
     """Raise UserError if a block's parameters, without those in blocks inside of it, have several dtypes."""
     own = [p for _, p in trained(block) if not isinstance(p, DTensor)]
@@ -173,16 +164,14 @@ def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
     settings: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": args.reshard_after_forward}
     if args.cpu_offload:
         settings["offload_policy"] = CPUOffloadPolicy()
-    full = MixedPrecisionPolicy(cast_forward_inputs=False)
-    # FSDP: bf16 weights cross the wire as half the bytes; gradients are summed in fp32.
-    half = MixedPrecisionPolicy(param_dtype=AMP_DTYPES[args.amp], reduce_dtype=torch.float32)
-    policy = full if args.amp == "none" else half
+    policy = precision(args)
     names = {p: name for name, p in model.named_parameters()}
     owners = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
     if args.amp != "none":
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                fully_shard(module, mp_policy=full, **settings)  # fp32 statistics need fp32 weights
+                # fp32 statistics need fp32 weights.
+                fully_shard(module, mp_policy=precision(replace(args, amp="none")), **settings)
     for module in blocks(model):
         parameters = list(module.parameters())
         if isinstance(module, FSDPModule) or not parameters or max(owners[p] for p in parameters) > 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatch
 from functools import partial
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -49,6 +50,9 @@ PLANS: dict[type[nn.Module], dict[str, str]] = {
     },
 }
 
+Packed = dict[str, int]
+"""For each packed parameter, the rows of a rank's queries; its keys and its values have as many."""
+
 SEQUENCE = {"embedding": "cut", "blocks.*.norm?": "tokens", "head": "gather"}
 """What --sequence-parallel adds to the plan of a model with blocks."""
 VOCABULARY = {"embedding": "vocabulary", "head.norm": "copy"}
@@ -57,8 +61,8 @@ VOCABULARY = {"embedding": "vocabulary", "head.norm": "copy"}
 
 def parallelize(
     model: nn.Module, name: str, mesh: DeviceMesh, sequence: bool = False, vocabulary: bool = False
-) -> set[str]:
-    """Split the model in place; return the names of its packed parameters (queries, keys and values in one).
+) -> Packed:
+    """Split the model in place; return its packed parameters (queries, keys and values in one).
 
     Args:
         model: an instance of one of the classes in PLANS.
@@ -69,7 +73,7 @@ def parallelize(
     """
     ranks = mesh.size()
     if ranks == 1:
-        return set()
+        return {}
     if type(model) not in PLANS:
         known = ", ".join([*BUILT_IN_MODELS, *GPTS])
         raise UserError(f"--model {name}: it has no plan of what to split; use {known}, or --tensor-parallel 1")
@@ -84,7 +88,8 @@ def parallelize(
             fix = f"drop it, or use {' or '.join(GPTS)}"
             raise UserError(f"--loss-parallel: --model {name} has no vocabulary; {fix}")
         layers.update(VOCABULARY)
-    packed: set[str] = set()
+    packed: Packed = {}
+    is_trained = {path: parameter.requires_grad for path, parameter in model.named_parameters()}
     torch.backends.mha.set_fastpath_enabled(False)  # in evaluation, the fused layer would read whole weights
     for path, module in model.named_modules():
         if isinstance(module, Attention | nn.MultiheadAttention):
@@ -98,6 +103,8 @@ def parallelize(
     if vocabulary and isinstance(model, GPT):
         model.head.weight = model.embedding.weight  # tie the matrices again
         model.head.register_forward_hook(whole_logits)
+    for path, parameter in model.named_parameters():  # SequenceParallel makes new ones, which are all trained
+        parameter.requires_grad_(is_trained[path])
     return packed
 
 
@@ -147,8 +154,8 @@ def check_layers(model: nn.Module, pattern: str, style: str, name: str, ranks: i
                 raise UserError(f"--tensor-parallel {ranks} {what}; use a divisor of {size}")
 
 
-def split_heads(attention: Attention | nn.MultiheadAttention, path: str, name: str, mesh: DeviceMesh) -> list[str]:
-    """Give each rank the rows of some heads; return the names of the packed parameters.
+def split_heads(attention: Attention | nn.MultiheadAttention, path: str, name: str, mesh: DeviceMesh) -> Packed:
+    """Give each rank the rows of some heads; return the packed parameters.
 
     A packed parameter has the rows of all queries, then all keys, then all values. They are reordered so that each
     rank's rows, its heads' queries, keys and values, are contiguous.
@@ -161,13 +168,13 @@ def split_heads(attention: Attention | nn.MultiheadAttention, path: str, name: s
     if isinstance(attention, Attention):
         attention.heads = heads // ranks
         attention.qkv.weight.data = swap(attention.qkv.weight.data, 3, ranks)
-        return [f"{path}.qkv.weight"]
+        return {f"{path}.qkv.weight": attention.qkv.out_features // 3 // ranks}
     for key in ("in_proj_weight", "in_proj_bias"):
         whole = swap(getattr(attention, key).data, 3, ranks)
         shards = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
         setattr(attention, key, nn.Parameter(shards))
     attention.forward = partial(attend, attention, heads // ranks, mesh)  # type: ignore[method-assign]
-    return [f"{path}.in_proj_weight", f"{path}.in_proj_bias"]
+    return dict.fromkeys((f"{path}.in_proj_weight", f"{path}.in_proj_bias"), attention.embed_dim // ranks)
 
 
 def attend(
@@ -191,18 +198,23 @@ def swap(tensor: Tensor, outer: int, inner: int) -> Tensor:
     return tensor.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
 
 
-def packed_boxes(packed: set[str], ranks: int, name: str | None, box: Box) -> list[Box]:
-    """Return the boxes of a rank's rows in the whole model: three for a packed parameter, else one."""
+def packed_boxes(packed: Packed, ranks: int, name: str | None, box: Box) -> list[Box]:
+    """Return the boxes of a rank's rows in the whole model: up to three for a packed parameter, else one."""
     if name not in packed or not box:
         return [box]
     (first, end), *columns = box
-    size, rank = (end - first) // 3, first // (end - first)
-    starts = [(part * ranks + rank) * size for part in range(3)]
-    return [((start, start + size), *columns) for start in starts]
+    size = packed[name]
+    cuts = [first, *range((first // size + 1) * size, end, size), end]
+    boxes: list[Box] = []
+    for start, stop in pairwise(cuts):
+        rank, part = divmod(start // size, 3)
+        place = (part * ranks + rank) * size + start % size
+        boxes.append(((place, place + stop - start), *columns))
+    return boxes
 
 
 def reorder_packed(
-    content: dict[str, Any], model: nn.Module, packed: set[str], outer: int, inner: int
+    content: dict[str, Any], model: nn.Module, packed: Packed, outer: int, inner: int
 ) -> dict[str, Any]:
     """Reorder the rows of packed parameters and of their optimizer state in a checkpoint's content or outline."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters() if name in packed}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
@@ -29,12 +30,13 @@ from recipes.common.loop import Check, Content, Technique, begin_run, load_data_
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, option, parse, positive_int, switch
 from recipes.common.parallel import sharding
+from recipes.common.parallel.blocks import blocks, precision
 from recipes.common.parallel.groups import grid_mesh
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
 from recipes.common.world.agreement import run_on_all_ranks, shard
 from recipes.common.world.world import World, train_as_rank
-from recipes.tensor.plans import packed_boxes, parallelize, reorder_packed
+from recipes.tensor.plans import Packed, packed_boxes, parallelize, reorder_packed
 
 BUCKET_BYTES = 25 * 2**20
 """Bytes of gradients that travel together, as in DistributedDataParallel."""
@@ -48,6 +50,7 @@ class TensorOptions(Options):
     tensor_parallel: int = option(2, positive_int, "ranks that split each layer", "N")
     sequence_parallel: bool = switch("vit-tiny and GPT: between split layers, a rank has 1/N of a sample's tokens")
     loss_parallel: bool = switch("GPT: split the vocabulary; a rank computes the loss from 1/N of the logits")
+    fully_shard: bool = switch("shard weights, gradients and optimizer over the replicas, too (FSDP2)")
 
     def check(self) -> None:
         """Raise UserError if options do not combine."""
@@ -59,6 +62,11 @@ class TensorOptions(Options):
         if self.tensor_parallel == 1 and (self.sequence_parallel or self.loss_parallel):
             flag = "--sequence-parallel" if self.sequence_parallel else "--loss-parallel"
             raise UserError(f"{flag}: --tensor-parallel 1 splits nothing; drop one of the two")
+        if self.tensor_parallel == 1 and self.fully_shard:
+            raise UserError("--fully-shard: --tensor-parallel 1 splits nothing; drop it, or use RECIPE=fsdp")
+        if self.fully_shard and self.records_graphs:  # see recipes/fsdp
+            what = "with --fully-shard, CUDA graphs of blocks overwrite each other's outputs"
+            raise UserError(f"--compile-mode {self.compile_mode}: {what}; use --compile-mode default")
         if self.loss_parallel and self.task not in ("auto", "language-model"):
             raise UserError(f"--loss-parallel: --task {self.task} may read all logits; drop it")
 
@@ -73,13 +81,31 @@ class TensorOptions(Options):
 options = partial(parse, TensorOptions, "tensor", __doc__)
 
 
-def wrap(model: nn.Module, args: TensorOptions, world: World, tp: DeviceMesh) -> set[str]:
-    """Split the model over the ranks of a replica; return the names of its packed parameters, as parallelize()."""
+def wrap(model: nn.Module, args: TensorOptions, world: World, mesh: DeviceMesh) -> Packed:
+    """Split the model over the ranks of a replica; return its packed parameters, as parallelize() does."""
     split = args.sequence_parallel, args.loss_parallel
-    packed = run_on_all_ranks(lambda: parallelize(model, args.model, tp, *split), world)
-    if args.compile:
+    packed = run_on_all_ranks(lambda: parallelize(model, args.model, mesh["tp"], *split), world)
+    if args.fully_shard:
+        shard_over_replicas(model, args, mesh["dp"])
+    elif args.compile:
         model.compile(mode=args.compile_mode)
     return packed
+
+
+def shard_over_replicas(model: nn.Module, args: TensorOptions, dp: DeviceMesh) -> None:
+    """Shard what each rank of a replica holds over the replicas, block by block."""
+    policy = precision(args)
+    for block in blocks(model):
+        if not any(True for _ in block.parameters()):
+            continue
+        if args.compile:
+            block.compile(mode=args.compile_mode)
+        # Tensor: with --fully-shard, each of D replicas keeps 1/D of the rows of a rank's shard. An all-gather
+        # before a block's forward, and another before its backward, each take (D-1)/D of the bytes of a rank's
+        # part of the block; a reduce-scatter after its backward takes (D-1)/D of its gradients' bytes.
+        fully_shard(block, mesh=dp, mp_policy=policy)
+    # Tensor: parameters in no block are gathered before forward, and kept until backward has ended.
+    fully_shard(model, mesh=dp, mp_policy=policy)
 
 
 class GradientSum:
@@ -152,29 +178,40 @@ def update(job: Job, check: Check) -> None:
 def train(args: TensorOptions, world: World, stop: Stop) -> None:
     """Train with the given options; call it on all ranks."""
     replicas = world.world_size // args.tensor_parallel
-    data, model = load_data_and_model(args, "tensor", world, stop, replicas)
+    # FSDP shards the rows of contiguous parameters.
+    layout = replace(args, channels_last=False) if args.fully_shard else args
+    data, model = load_data_and_model(layout, "tensor", world, stop, replicas)
     # Tensor: a group for each row (the ranks of a replica: neighbours, best within a node) and each column (the
     # ranks with the same shards).
     mesh = grid_mesh(args, world, args.tensor_parallel, ("dp", "tp"))
     tp, dp = mesh["tp"], mesh["dp"]
     with world.watch("model", computes=True):
-        packed = wrap(model, args, world, tp)
-    gradients = GradientSum(model, dp.get_group(), cast(dist.ProcessGroup, dist.group.WORLD))
+        packed = wrap(model, args, world, mesh)
+    # Tensor: with --fully-shard, FSDP sums the gradients.
+    everyone = cast(dist.ProcessGroup, dist.group.WORLD)
+    gradients = None if args.fully_shard else GradientSum(model, dp.get_group(), everyone)
     optimizer = build_optimizer(args, model.parameters())
     scaler = build_scaler(args, world.device)
     job = Job(args, "tensor", data, world, model, optimizer, scaler, stop, replicas=replicas)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
         """Accumulate the gradients of one pass; return this rank's part of the loss."""
-        gradients.is_last = is_last
+        if gradients:
+            gradients.is_last = is_last
+        else:
+            cast(FSDPModule, model).set_requires_gradient_sync(is_last)
         # Tensor: from sharded logits, ranks all-reduce each position's maximum, sum of exponentials and target
         # logit: 3 x 2 (N-1)/N x 4 bytes per position.
         shards = loss_parallel() if args.loss_parallel else nullcontext()
         with world.watch("gradients", computes=True), shards:
             with autocast(args, world.device):
                 loss = job.loss(model(inputs), targets)
-            loss.backward()
-            gradients.finish()
+            if gradients:
+                loss.backward()
+                gradients.finish()
+            else:
+                # Tensor: FSDP averages the replicas' gradients; this factor makes the result their sum.
+                (loss * dp.size()).backward()
         # Tensor: all ranks of a replica have its whole loss; each gives 1/N of it to the sum that is logged.
         return sharding.gather_whole(loss.detach()) / tp.size()
 
@@ -186,7 +223,7 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
 
     def gather_state() -> Content | None:
         if args.sharded_checkpoints:
-            return sharding.own_state(job, dp.get_local_rank() == 0, boxes)
+            return sharding.own_state(job, mesh, boxes)
         # Tensor: rank 0 gathers the shards of its replica; the file is the same as for a model that is not split.
         state = sharding.gather_state(job)
         return state and reorder_packed(state, model, packed, tp.size(), 3)

@@ -117,6 +117,12 @@ def test_two_ranks_on_one_gpu_equal_the_cpu(tmp_path, cpu, recipe):
     assert_same_run(tmp_path / "run", cpu)
 
 
+def test_shards_of_shards_in_four_ranks_on_one_gpu_equal_the_cpu(tmp_path, cpu):
+    words = words_for(tmp_path, "run", *STEPS, "--device", "cuda", "--fully-shard", "--clip-grad-norm", "1000000")
+    run_ranks("tensor", words, 4, tmp_path, setup=share_a_gpu)
+    assert_same_run(tmp_path / "run", cpu)
+
+
 def test_dataparallel_on_every_gpu_equals_the_cpu(tmp_path, cpu):
     need_gpus(2)
     assert_same_run(train("dataparallel", tmp_path, 1, *STEPS, "--device", "cuda"), cpu)

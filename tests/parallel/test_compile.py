@@ -46,6 +46,16 @@ def test_evaluation_goes_through_the_compiled_model(tmp_path, recipe):
     assert passes == [STEPS, 6]
 
 
+def test_blocks_of_full_shards_are_compiled(tmp_path):
+    """Both ranks of a replica compile each of LeNet's 5 layers with weights."""
+    argv = ("--compile", "--fully-shard", "--max-steps", str(STEPS), "--device", "cpu")
+    start_run("tensor", tmp_path, 2, *argv, setup=functools.partial(count_compiled_passes, tmp_path)).wait(
+        check=True
+    )
+    passes = [(tmp_path / name).stat().st_size / 5 / 2 for name in ("train", "eval")]
+    assert passes == [STEPS, 6]
+
+
 @pytest.mark.parametrize("mode", ["default", "max-autotune"])
 def test_a_mode_that_tries_kernels_for_minutes_is_told(tmp_path, mode):
     argv = ("--compile", "--compile-mode", mode, "--max-steps", "1", "--device", "cpu")

@@ -351,10 +351,10 @@ def note_bytes(folder):
     """Make each rank write the bytes allocated for its weights, gradients and optimizer state in a step."""
     update = loop.update
 
-    def noting_update(job, check):
+    def noting_update(job, *how):
         parameters = list(job.model.parameters())
         held = allocated(parameters) + allocated([parameter.grad for parameter in parameters])
-        update(job, check)
+        update(job, *how)
         state = [value for values in job.optimizer.state.values() for value in values.values()]
         held += allocated([tensor for tensor in state if tensor.ndim])
         (folder / f"bytes{job.peers.rank}").write_text(str(held))

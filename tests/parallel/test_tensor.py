@@ -16,7 +16,9 @@ from recipes.common.checkpoint.checkpoint import CheckpointWriter
 from recipes.common.checkpoint.reading import read_checkpoint
 from recipes.common.data import load_data
 from recipes.common.errors import UserError
+from recipes.common.models import gpt
 from recipes.common.models.models import build_model
+from recipes.common.models.vit import VisionTransformer
 from recipes.tensor.plans import packed_boxes, swap
 from recipes.tensor.train import GradientSum, options
 from scripts.plan.__main__ import make_plan
@@ -27,7 +29,7 @@ from tests.support import ROOT, largest_difference, losses, metrics, optimizer_t
 
 STEPS = ("--max-steps", "4", "--checkpoint-every", "2", "--clip-grad-norm", "1")
 GPT = ("--data", "text", "--data-dir", str(ROOT / "docs"), "--model", "gpt-tiny", "--seq-len", "16")
-SEQUENCE, LOSS = "--sequence-parallel", "--loss-parallel"
+SEQUENCE, LOSS, FULL = "--sequence-parallel", "--loss-parallel", "--fully-shard"
 MODELS = {
     "lenet": (),
     "vit-tiny": ("--model", "vit-tiny", "--optimizer", "adamw", "--lr", "0.001"),
@@ -61,7 +63,14 @@ def test_every_layout_has_the_losses_of_single(single, tmp_path, replicas, ranks
     ("single", "replicas", "ranks", "switches"),
     [
         ("gpt-tiny", 1, 2, (SEQUENCE, LOSS)),
+        ("gpt-tiny", 2, 2, (FULL,)),
         *slow(
+            ("gpt-tiny", 3, 2, (FULL, SEQUENCE, LOSS)),
+            ("gpt-tiny", 2, 2, (FULL, LOSS, "--accumulate-steps", "2")),
+            ("vit-tiny", 2, 2, (FULL, SEQUENCE, "--accumulate-steps", "2")),
+            ("vit-tiny", 3, 2, (FULL, "--no-decay-norm-bias")),
+            ("lenet", 3, 2, (FULL,)),
+            ("lenet", 1, 2, (FULL,)),
             ("gpt-tiny", 2, 2, (SEQUENCE, "--accumulate-steps", "2")),
             ("gpt-tiny", 1, 4, (SEQUENCE, LOSS)),
             ("gpt-tiny", 2, 2, (LOSS,)),
@@ -79,6 +88,26 @@ def test_tokens_and_vocabulary_in_shards_have_the_losses_of_single(single, tmp_p
     assert_same_end(run, whole)
 
 
+def half_frozen(data):
+    """Return a transformer of which only a part is trained."""
+    model = VisionTransformer(1, 8, 10) if data.has_images else gpt.GPT(data.num_classes, 64, depth=2, heads=4)
+    for frozen in (model.embedding, model.blocks[0], model.blocks[1].norm1):
+        frozen.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("world_size", "switches"),
+    [(2, (*GPT, SEQUENCE)), *slow((2, ()), (4, (*GPT, FULL)), (4, (*GPT, FULL, SEQUENCE, LOSS)))],
+)
+def test_frozen_parameters_stay_as_they_are(tmp_path, world_size, switches):
+    argv = (*(word for word in switches if word not in (SEQUENCE, LOSS, FULL)), *STEPS, "--optimizer", "adamw")
+    argv = (*argv, "--lr", "0.001", "--model", "tests.parallel.test_tensor:half_frozen")
+    run, whole = train("tensor", tmp_path, world_size, *switches, *argv), train("single", tmp_path, 1, *argv)
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+    assert_same_end(run, whole)
+
+
 @pytest.mark.slow
 def test_sequences_that_do_not_divide_and_sharded_checkpoints(tmp_path):
     """The 4 ranks of a replica have 2, 2, 1 and 0 of 5 positions; single resumes from their shards."""
@@ -91,37 +120,75 @@ def test_sequences_that_do_not_divide_and_sharded_checkpoints(tmp_path):
     assert_same_end(later, whole)
 
 
+MIDDLE = "checkpoints/step-000000002.pt"
+
+
+def assert_goes_on(run, whole):
+    """Assert that a run that began after step 2 has the same last steps and the same end."""
+    found = {line["step"]: line["loss"] for line in metrics(run) if "loss" in line}
+    assert found == pytest.approx(dict(enumerate(losses(whole)[2:], 3)), rel=1e-5)
+    assert_same_end(run, whole)
+
+
+@pytest.mark.parametrize(
+    ("single", "ranks", "switches"),
+    [("gpt-tiny", 2, (LOSS,)), *slow(("vit-tiny", 2, ()), ("gpt-tiny", 4, (SEQUENCE,)), ("lenet", 2, ()))],
+    indirect=["single"],
+)
+def test_shards_of_shards_pass_between_recipes_and_layouts(single, tmp_path, ranks, switches):
+    """Rows do not divide evenly by 3 replicas, or ranks of fsdp."""
+    argv, whole = single
+    words, shards = (*argv, "--tensor-parallel", str(ranks), *switches, FULL), "--sharded-checkpoints"
+    run = train("tensor", tmp_path / "run", 3 * ranks, *words, shards)
+    assert_goes_on(train("single", tmp_path / "single", 1, *argv, "--resume", str(run / MIDDLE)), whole)
+    other = train("fsdp", tmp_path / "fsdp", 3, *argv, shards)
+    ours, theirs = (read_checkpoint(folder / MIDDLE)["shards"]["files"] for folder in (run, other))
+    assert sum(file["size"] for file in ours) == sum(file["size"] for file in theirs)  # nothing is written twice
+    for number, earlier in enumerate((run, other, whole)):
+        folder = tmp_path / f"later{number}"
+        assert_goes_on(train("tensor", folder, 2 * ranks, *words, "--resume", str(earlier / MIDDLE)), whole)
+
+
 def step_as_on_a_gpu():
-    sys.modules["torch.optim.optimizer"]._get_foreach_kernels_supported_devices = lambda: ["cpu"]
+    for name in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+        sys.modules[name]._get_foreach_kernels_supported_devices = lambda: ["cpu"]
 
 
-def test_shards_are_updated_as_on_a_gpu(single, tmp_path):
+@pytest.mark.parametrize(("world_size", "switches"), [(2, ()), *slow((4, (FULL,)))])
+def test_shards_are_updated_as_on_a_gpu(single, tmp_path, world_size, switches):
     """On GPUs, torch's optimizers update all parameters in one call, DTensors beside plain tensors.
 
     The second run goes on from a checkpoint of single.
     """
     argv, whole = single
-    for name, more in (("run", ()), ("later", ("--resume", str(whole / "checkpoints/step-000000002.pt")))):
-        start_run("tensor", tmp_path, 2, *argv, *more, name=name, setup=step_as_on_a_gpu).wait(check=True)
-        found = {line["step"]: line["loss"] for line in metrics(tmp_path / name) if "loss" in line}
-        assert found == pytest.approx(dict(list(enumerate(losses(whole), 1))[-len(found) :]), rel=1e-5)
-        assert_same_end(tmp_path / name, whole)
+    argv = (*argv, *switches)
+    start_run("tensor", tmp_path, world_size, *argv, setup=step_as_on_a_gpu).wait(check=True)
+    assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=1e-5)
+    assert_same_end(tmp_path / "run", whole)
+    how = {"name": "later", "setup": step_as_on_a_gpu}
+    start_run("tensor", tmp_path, world_size, *argv, "--resume", str(whole / MIDDLE), **how).wait(check=True)
+    assert_goes_on(tmp_path / "later", whole)
 
 
-def test_shares_may_be_uneven_and_a_replica_may_take_several_ranks_but_one_sample(tmp_path):
-    """4 ranks in two replicas train on batches of 3 samples: the replicas have 1 and 2."""
+@pytest.mark.parametrize("switches", [(), (FULL,)])
+def test_shares_may_be_uneven_and_a_replica_may_take_several_ranks_but_one_sample(tmp_path, switches):
+    """4 ranks in two replicas train on batches of 3 samples: the replicas have 1 and 2.
+
+    SGD without clipping sees a sum of gradients that is wrong by a factor.
+    """
     argv = ("--max-steps", "3", "--global-batch-size", "3", "--data", "synthetic", "--num-samples", "20")
     argv += ("--image-size", "8", "--lr", "0.001")
-    run, whole = train("tensor", tmp_path, 4, *argv), train("single", tmp_path, 1, *argv)
+    run, whole = train("tensor", tmp_path, 4, *argv, *switches), train("single", tmp_path, 1, *argv)
     assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
     assert_same_end(run, whole)
 
 
 @pytest.mark.slow
-def test_bf16_stays_close(tmp_path):
+@pytest.mark.parametrize(("world_size", "switches"), [(2, ()), (4, (FULL, SEQUENCE, "--accumulate-steps", "2"))])
+def test_bf16_stays_close(tmp_path, world_size, switches):
     """2^-8 is bfloat16's rounding error."""
     argv = (*GPT, "--max-steps", "3", "--amp", "bf16")
-    run, whole = train("tensor", tmp_path, 2, *argv), train("single", tmp_path, 1, *argv)
+    run, whole = train("tensor", tmp_path, world_size, *argv, *switches), train("single", tmp_path, 1, *argv)
     assert losses(run) == pytest.approx(losses(whole), rel=2.0**-8)
 
 
@@ -190,6 +257,10 @@ def test_switches_that_would_do_nothing_or_harm_are_refused():
         options(["--tensor-parallel", "1", SEQUENCE])
     with pytest.raises(UserError, match="--loss-parallel: --task my:Task may read all logits; drop it"):
         options([*GPT, "--task", "my:Task", LOSS])
+    with pytest.raises(UserError, match="--fully-shard: --tensor-parallel 1 splits nothing; drop it, or use"):
+        options(["--tensor-parallel", "1", FULL])
+    with pytest.raises(UserError, match="--compile-mode max-autotune: with --fully-shard, CUDA graphs of blocks"):
+        options([FULL, "--compile", "--compile-mode", "max-autotune"])
 
 
 # ---- bytes on the wire
@@ -232,18 +303,36 @@ def test_activations_and_gradients_of_shards_cross_the_wire(tmp_path, replicas, 
         assert expected <= sent <= 1.05 * expected
 
 
+def test_a_rank_holds_its_share_of_a_replicas_share(tmp_path):
+    """AdamW keeps two numbers a weight, beside the weight and its gradient."""
+    argv = (*MODELS["gpt-tiny"], "--device", "cpu", "--max-steps", "1", FULL)
+    train("tensor", tmp_path, 4, *argv, setup=functools.partial(note_bytes, tmp_path))
+    held = [int((tmp_path / f"bytes{rank}").read_text()) for rank in range(4)]
+    assert held == [4 * gradient_bytes(2)[0] / 2] * 4
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_ranks_packed_rows_lie_where_the_whole_model_has_them(ranks):
     whole = torch.arange(3 * 4 * 5)
     for rank, rows in enumerate(swap(whole, 3, ranks).chunk(ranks)):
         box = (len(rows) * rank, len(rows) * (rank + 1))
-        boxes = packed_boxes({"qkv"}, ranks, "qkv", (box,))
+        packed = {"qkv": len(rows) // 3}
+        boxes = packed_boxes(packed, ranks, "qkv", (box,))
+        assert len(boxes) == 3
         assert torch.equal(torch.cat([whole[first:end] for ((first, end),) in boxes]), rows)
+        for replica, part in enumerate(rows.chunk(4)):  # --fully-shard
+            first = box[0] + replica * len(rows.chunk(4)[0])
+            boxes = packed_boxes(packed, ranks, "qkv", ((first, first + len(part)),))
+            assert torch.equal(torch.cat([whole[start:end] for ((start, end),) in boxes]), part)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("replicas", "ranks", "switches"), [(2, 2, (SEQUENCE,)), (1, 4, (SEQUENCE, LOSS)), (2, 2, (LOSS,))]
+    ("replicas", "ranks", "switches"),
+    [
+        *((2, 2, (SEQUENCE,)), (1, 4, (SEQUENCE, LOSS)), (2, 2, (LOSS,))),
+        *((2, 2, (FULL,)), (2, 2, (FULL, SEQUENCE, LOSS))),
+    ],
 )
 def test_tokens_and_sums_of_the_vocabulary_cross_the_wire(tmp_path, replicas, ranks, switches):
     """An activation is b samples of 16 x 64 numbers; a unit is (N-1)/N of its bytes.
@@ -260,6 +349,11 @@ def test_tokens_and_sums_of_the_vocabulary_cross_the_wire(tmp_path, replicas, ra
     units += 4 * 4 + (LOSS in switches) if SEQUENCE in switches else 0  # second units of gloo's reduce-scatters
     activations = units * places * 64 * 4 + (6 * places * 4 if LOSS in switches else 0)
     own, norms = gradient_bytes(ranks, switches)
+    if (
+        FULL in switches
+    ):  # all but the embedding and the last norm is gathered twice; a reduce-scatter is two units
+        outer = 4 * 64 * (256 / (ranks if LOSS in switches else 1) + 2)
+        own, n = (4 * (own + norms) - outer) / 2, ranks
     expected = (ranks - 1) / ranks * activations + 2 * (replicas - 1) / replicas * own + 2 * (n - 1) / n * norms
     for sent in observe.sent_per_step(tmp_path, replicas * ranks):
         assert expected <= sent <= 1.05 * expected

@@ -682,6 +682,7 @@ REFUSALS = {
     "ddp --sync-batchnorm": "--sync-batchnorm: the plan does not know what it saves and costs; drop it",
     "ddp --data digits --images-per-s 9": "--data digits lies on the device; drop them",
     "fsdp --cpu-offload": "--cpu-offload: the plan does not know what it saves and costs; drop it",
+    "tensor --fully-shard": "--fully-shard: the plan does not know what it saves and costs; drop it",
     "tensor --sequence-parallel": "--sequence-parallel: the plan does not know what it saves and costs; drop it",
     "tensor --measure --data digits": "--measure computes a whole model; give the --compute-ms of",
     "tensor --gpus 3 --data digits": "--tensor-parallel 2 and GPUS=3: neither divides the other",

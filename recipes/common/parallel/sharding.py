@@ -11,7 +11,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from recipes.common import loop
 from recipes.common.checkpoint.checkpoint import CheckpointFolder, CheckpointWriter
@@ -34,11 +36,43 @@ def update(job: Job, check: Callable[[Sequence[Tensor]], bool]) -> None:
     def check_norm(gradients: Sequence[Tensor]) -> bool:
         some = gradients[:1] if job.args.on_nonfinite == "stop" else gradients  # as nonfinite.py does
         with job.peers.watch("gradients"):
-            # Sharding: each rank knows the norm of its shards; sums their squares, 4 bytes a rank.
-            return check([gather_whole(nn.utils.get_total_norm(some))])
+            return check([total_norm(some)])
 
     with job.peers.watch("gradients"):
-        loop.update(job, check_norm)
+        loop.update(job, check_norm, clip_gradients)
+
+
+def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+    """Do the same as nn.utils.clip_grad_norm_(), for whole gradients and shards on any meshes.
+
+    Call it on all ranks.
+    """
+    norm = total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    meshes: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        meshes.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    for own in meshes.values():
+        nn.utils.clip_grads_with_norm_(own, max_norm, norm)
+    return norm
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the norm of all gradients, whole ones and shards on any meshes; call it on all ranks."""
+    parts: dict[tuple[DeviceMesh | None, tuple[Placement, ...]], list[Tensor]] = {}
+    for gradient in gradients:
+        if isinstance(gradient, DTensor):
+            kinds = (Replicate() if kind.is_replicate() else Partial() for kind in gradient.placements)
+            parts.setdefault((gradient.device_mesh, tuple(kinds)), []).append(gradient.to_local())
+        else:
+            parts.setdefault((None, ()), []).append(gradient)
+    norms = []
+    for (mesh, sums), own in parts.items():
+        norm = nn.utils.get_total_norm(own)
+        if mesh:
+            # Sharding: each rank knows the norm of its shards; sums their squares, 4 bytes a rank.
+            norm = gather_whole(DTensor.from_local(norm**2, mesh, sums, run_check=False)).sqrt()
+        norms.append(norm)
+    return nn.utils.get_total_norm(norms)
 
 
 def gather_whole(tensor: Tensor) -> Tensor:
@@ -48,7 +82,12 @@ def gather_whole(tensor: Tensor) -> Tensor:
     # Gloo knows neither int16 nor float8, which frozen weights may have.
     wide = torch.float32 if tensor.is_floating_point() and tensor.element_size() == 1 else tensor.dtype
     wide = torch.int32 if tensor.dtype == torch.int16 else wide
-    return cast(DTensor, tensor.to(wide)).full_tensor().to(tensor.dtype)
+    whole = cast(DTensor, tensor.to(wide))
+    for i in range(tensor.device_mesh.ndim):  # one by one, or torch would warn that it does so
+        placements = list(whole.placements)
+        placements[i] = Replicate()
+        whole = whole.redistribute(placements=placements)
+    return whole.full_tensor().to(tensor.dtype)
 
 
 def gather_state(job: Job) -> dict[str, Any] | None:
@@ -79,14 +118,18 @@ def own_shards(model: nn.Module, content: dict[str, Any]) -> dict[str, Any]:
         like = own.get(name) if name else None
         if not isinstance(like, DTensor) or not isinstance(slot, Slot) or slot.shape != tuple(like.shape):
             return slot
-        mesh, placements, place = like.device_mesh, like.placements, like.to_local().device
-        # Sharding: each rank has received the whole tensor and copies its shard of it, with --cpu-offload to main
-        # memory; the rest is freed.
-        return slot._replace(
-            keep=lambda t: distribute_tensor(t, mesh, placements, src_data_rank=None).to(place, copy=True)
-        )
+        own_part = tuple(slice(*ends) for ends in own_box(like))
+        # Sharding: each rank has received the whole tensor and copies its shard of it; the rest is freed.
+        return slot._replace(keep=lambda tensor: shard_like(like, tensor[own_part].clone()))
 
     return map_states(content, model, cut)
+
+
+def shard_like(like: DTensor, local: Tensor) -> DTensor:
+    """Return the tensor whose shard on this rank is `local`, placed as another tensor is."""
+    layout: dict[str, Any] = {"shape": like.shape, "stride": like.stride()}
+    tensor = DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, **layout)
+    return cast(DTensor, tensor.to(like.to_local().device))  # from_local() has moved it to the mesh's
 
 
 def write_shards(job: Job, peers: Peers) -> None:
@@ -95,10 +138,10 @@ def write_shards(job: Job, peers: Peers) -> None:
     job.writer = CheckpointWriter(ShardedFolder(folder, peers).write, job.stop.fail)
 
 
-def own_state(job: Job, is_first: bool = True, boxes: Boxes = lambda name, box: [box]) -> dict[str, Any]:
+def own_state(job: Job, grid: DeviceMesh | None = None, boxes: Boxes = lambda name, box: [box]) -> dict[str, Any]:
     """Return this rank's part of a checkpoint: references instead of tensors, and in `parts` its file's tensors.
 
-    Of ranks that hold the same data, one writes it. `is_first`: whether this rank is in the replica that writes.
+    Of ranks that hold the same data, one writes it. `grid` is the mesh of all ranks (default: each tensor's).
     """
     parts: list[Tensor] = []
     place = 0
@@ -108,7 +151,7 @@ def own_state(job: Job, is_first: bool = True, boxes: Boxes = lambda name, box: 
         if not isinstance(value, Tensor):
             return value
         pieces, row, local = [], 0, value.to_local() if isinstance(value, DTensor) else value
-        for box in boxes(name, own_box(value)) if is_first and is_written_here(value, job.peers.rank) else []:
+        for box in boxes(name, own_box(value)) if is_written_here(value, job.peers.rank, grid) else []:
             rows = box[0][1] - box[0][0] if box else 1
             part = local.detach().narrow(0, row, rows) if box else local.detach()
             row += rows
@@ -122,20 +165,25 @@ def own_state(job: Job, is_first: bool = True, boxes: Boxes = lambda name, box: 
     return {**map_states(own, job.model, refer), "parts": parts}
 
 
-def is_written_here(tensor: Tensor, rank: int) -> bool:
-    """Return whether this rank is the first of those that hold the same part of a tensor."""
+def is_written_here(tensor: Tensor, rank: int, grid: DeviceMesh | None = None) -> bool:
+    """Return whether this rank is the first of those in the grid that hold the same part of a tensor."""
     if not isinstance(tensor, DTensor):
         return rank == 0
-    mesh = tensor.device_mesh
-    return all(kind.is_shard() or mesh.get_local_rank(i) == 0 for i, kind in enumerate(tensor.placements))
+    grid = grid or tensor.device_mesh
+    kinds = zip(cast(Any, tensor.device_mesh).mesh_dim_names, tensor.placements, strict=True)
+    split = {name for name, kind in kinds if not kind.is_replicate()}
+    return all(name in split or grid.get_local_rank(name) == 0 for name in cast(Any, grid).mesh_dim_names)
 
 
 def own_box(tensor: Tensor) -> Box:
-    """Return this rank's part of a tensor: of n rows, each of m ranks has ceil(n / m), the last ones fewer."""
+    """Return this rank's part of a tensor: of n rows, each of m ranks has ceil(n / m), the last ones fewer.
+
+    The last dimension of the mesh splits first: FSDP shards what tensor parallelism has left to a rank.
+    """
     box = [(0, size) for size in tensor.shape]
     if isinstance(tensor, DTensor):
-        for i, placement in enumerate(tensor.placements):
-            if isinstance(placement, Shard):
+        for i, placement in reversed(list(enumerate(tensor.placements))):
+            if isinstance(placement, Shard | _StridedShard):
                 first, end = box[placement.dim]
                 size = -(-(end - first) // tensor.device_mesh.size(i))
                 first = min(first + size * tensor.device_mesh.get_local_rank(i), end)
@@ -161,10 +209,7 @@ def read_shards(
         if not isinstance(like, DTensor) or value["shape"] != list(like.shape):
             return read_box(value, tuple((0, size) for size in value["shape"]), shards)
         local = [read_box(value, box, shards) for box in boxes(name, own_box(like))]
-        whole = local[0] if len(local) == 1 else torch.cat(local)
-        layout: dict[str, Any] = {"shape": like.shape, "stride": like.stride()}
-        tensor = DTensor.from_local(whole, like.device_mesh, like.placements, run_check=False, **layout)
-        return tensor.to(like.to_local().device)  # from_local() has moved it to the mesh's
+        return shard_like(like, local[0] if len(local) == 1 else torch.cat(local))
 
     return map_states(content, model, read)
 
