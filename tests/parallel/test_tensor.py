@@ -349,9 +349,8 @@ def test_tokens_and_sums_of_the_vocabulary_cross_the_wire(tmp_path, replicas, ra
     units += 4 * 4 + (LOSS in switches) if SEQUENCE in switches else 0  # second units of gloo's reduce-scatters
     activations = units * places * 64 * 4 + (6 * places * 4 if LOSS in switches else 0)
     own, norms = gradient_bytes(ranks, switches)
-    if (
-        FULL in switches
-    ):  # all but the embedding and the last norm is gathered twice; a reduce-scatter is two units
+    if FULL in switches:
+        # All but the embedding and the last norm is gathered twice; a reduce-scatter sends as much as two gathers.
         outer = 4 * 64 * (256 / (ranks if LOSS in switches else 1) + 2)
         own, n = (4 * (own + norms) - outer) / 2, ranks
     expected = (ranks - 1) / ranks * activations + 2 * (replicas - 1) / replicas * own + 2 * (n - 1) / n * norms
