@@ -45,6 +45,11 @@ def test_safetensors(run, tmp_path, capsys):
     with safe_open(out, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}  # transformers refuses other files
     capsys.readouterr()
+    tied["model"]["wide"] = torch.zeros(2, dtype=torch.complex128)
+    CheckpointFolder(run / "checkpoints").write({**tied, "position": content(40)["position"]})
+    assert export.main([str(run), str(tmp_path / "wide.safetensors")]) == 2
+    what = f"cannot write {tmp_path / 'wide.safetensors'}: safetensors have no torch.complex128"
+    assert capsys.readouterr().err == f"error: {what}; fix this and export again\n"
     assert export.main([str(run), str(tmp_path / "none" / "model.safetensors")]) == 2
     assert capsys.readouterr().err.startswith(f"error: cannot write {tmp_path / 'none' / 'model.safetensors'}: ")
 

@@ -40,8 +40,7 @@ def write_safetensors(weights: dict[str, Tensor], path: Path) -> None:
 
     Raises:
         UserError: the package safetensors is missing.
-        ValueError: a tensor's dtype is unknown there.
-        OSError: the file cannot be written.
+        OSError: the file cannot be written, or has no such dtype.
     """
     safetensors = _package(path)
     own: dict[str, Tensor] = {}
@@ -56,6 +55,8 @@ def write_safetensors(weights: dict[str, Tensor], path: Path) -> None:
         safetensors.torch.save_file(own, path, metadata={"format": "pt"})  # transformers refuses files without it
     except safetensors.SafetensorError as error:
         raise OSError(str(error)) from None
+    except KeyError as error:
+        raise OSError(f"safetensors have no {error.args[0]}") from None
 
 
 def _package(path: Path) -> Any:
