@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.nn.functional import scaled_dot_product_attention
 
 from recipes.common.models.gpt import GPT, Attention, rotate
@@ -59,7 +59,16 @@ def attend(mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     mixed, size = [], q.shape[2] // 2
     for chunk, queries in zip((rank, 2 * ranks - 1 - rank), rotate(q, positions).chunk(2, 2), strict=True):
         end = size * (chunk + 1)
-        # The last query sees all keys up to the chunk's end, the one before it one less, and so on.
-        bias = causal_lower_right(size, end)
+        bias = causal_bias(size, end)
         mixed.append(scaled_dot_product_attention(queries, k[:, :, :end], v[:, :, :end], bias))
     return torch.cat(mixed, 2)
+
+
+def causal_bias(queries: int, keys: int) -> CausalBias:
+    """Return torch's causal_lower_right(): the last query sees all keys, the one before it one less, and so on.
+
+    CausalBias() itself, in torch 2.14, allocates 2 x queries x keys numbers in main memory, which it never reads.
+    """
+    bias = torch.empty(0).as_subclass(CausalBias)
+    bias.variant, bias.seq_len_q, bias.seq_len_kv = CausalVariant.LOWER_RIGHT, queries, keys
+    return bias

@@ -56,6 +56,8 @@ def main() -> None:
     replicas, replica, cp = mesh.size(0), mesh.get_local_rank("dp"), mesh["cp"]
     # Context: rank r has chunks r and 2N-1-r of 2N, one with few keys before it, one with many: equal work.
     chunks = (cp.get_local_rank(), 2 * cp.size() - 1 - cp.get_local_rank())
+    size = SEQ_LEN // (2 * cp.size())  # of a chunk, whose last query sees all keys up to its end, the others fewer
+    masks = {(chunk + 1) * size: causal_lower_right(size, (chunk + 1) * size) for chunk in chunks}
     positions = torch.cat([torch.arange(SEQ_LEN).chunk(2 * cp.size())[chunk] for chunk in chunks]).to(device)
     text = torch.frombuffer(bytearray(args.text.read_bytes()), dtype=torch.uint8).long().to(device)
     train, test = (part.unfold(0, SEQ_LEN + 1, SEQ_LEN) for part in text.tensor_split([len(text) * 9 // 10]))
@@ -69,10 +71,8 @@ def main() -> None:
         both = DTensor.from_local(torch.stack((k, v)), cp, [Shard(3)]).full_tensor(grad_placements=[Partial()])
         parts = both.chunk(2 * cp.size(), 3)  # rank 0's first chunk and its second, rank 1's first, ...
         k, v = torch.cat(parts[::2] + parts[::-2], 3)  # in the sequence's order: the second chunks come backwards
-        mixed, size = [], q.shape[2] // 2
-        for queries, chunk in zip(q.chunk(2, 2), chunks, strict=True):
-            mask = causal_lower_right(size, end := (chunk + 1) * size)  # the last query sees all keys up to end
-            mixed.append(scaled_dot_product_attention(queries, k[:, :, :end], v[:, :, :end], mask))
+        pairs = zip(q.chunk(2, 2), masks.items(), strict=True)  # a chunk's queries, the end of its keys, its mask
+        mixed = [scaled_dot_product_attention(x, k[:, :, :end], v[:, :, :end], mask) for x, (end, mask) in pairs]
         return torch.cat(mixed, 2)
 
     torch.manual_seed(SEED)

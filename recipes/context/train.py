@@ -47,7 +47,7 @@ class ContextOptions(Options):
         super().check()
         flag = f"--context-parallel {self.context_parallel}"
         if self.sync_batchnorm:
-            raise UserError("--sync-batchnorm: this recipe is for models without batch norm; use RECIPE=ddp")
+            raise UserError("--sync-batchnorm: this recipe has none; use RECIPE=ddp, or --batchnorm-group")
         if self.context_parallel == 1:
             return
         if self.model not in GPTS:

@@ -45,11 +45,15 @@ def test_safetensors(run, tmp_path, capsys):
     with safe_open(out, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}  # transformers refuses other files
     capsys.readouterr()
-    tied["model"]["wide"] = torch.zeros(2, dtype=torch.complex128)
-    CheckpointFolder(run / "checkpoints").write({**tied, "position": content(40)["position"]})
-    assert export.main([str(run), str(tmp_path / "wide.safetensors")]) == 2
-    what = f"cannot write {tmp_path / 'wide.safetensors'}: safetensors have no torch.complex128"
-    assert capsys.readouterr().err == f"error: {what}; fix this and export again\n"
+    others = {"w": torch.zeros(2, dtype=torch.complex128), "_extra_state": {"count": 1}}
+    reasons = ("safetensors have no torch.complex128", "safetensors hold only tensors, and _extra_state is none")
+    for step, item, reason in zip((40, 50), others.items(), reasons, strict=True):
+        model = dict([*tied["model"].items(), item])
+        CheckpointFolder(run / "checkpoints").write({**content(step), "model": model})
+        assert export.main([str(run), str(tmp_path / "other.safetensors")]) == 2
+        what = f"cannot write {tmp_path / 'other.safetensors'}: {reason}"
+        assert capsys.readouterr().err == f"error: {what}; fix this and export again\n"
+    assert not list(tmp_path.glob(".*"))
     assert export.main([str(run), str(tmp_path / "none" / "model.safetensors")]) == 2
     assert capsys.readouterr().err.startswith(f"error: cannot write {tmp_path / 'none' / 'model.safetensors'}: ")
 

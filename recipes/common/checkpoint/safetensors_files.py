@@ -40,12 +40,14 @@ def write_safetensors(weights: dict[str, Tensor], path: Path) -> None:
 
     Raises:
         UserError: the package safetensors is missing.
-        OSError: the file cannot be written, or has no such dtype.
+        OSError: the file cannot be written, or cannot hold a value.
     """
     safetensors = _package(path)
     own: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, value in weights.items():
+        if not isinstance(value, Tensor):  # of get_extra_state()
+            raise OSError(f"safetensors hold only tensors, and {name} is none")
         storage = value.untyped_storage().data_ptr()
         own[name] = (
             value.clone(memory_format=torch.contiguous_format) if storage in storages else value.contiguous()
