@@ -506,6 +506,19 @@ def check_batch(args: Options, world_size: int, num_train: int) -> None:
         raise UserError(f"--global-batch-size {size} is too small for {shares}; use at least {least}{fix}")
 
 
+def check_processes(flag: str, size: int, world_size: int, other: int) -> None:
+    """Raise UserError unless the world size is a multiple of a flag's value; `other` is a value that works."""
+    if world_size % size:
+        fix = f"start a multiple of {size} processes, or give {flag} {other}"
+        raise UserError(f"{flag} {size} does not divide {world_size} processes; {fix}")
+
+
+def nearest_multiples(count: int, size: int) -> str:
+    """Return the multiples of `size` next to a count that is none, as "8 or 12"; 0 is left out."""
+    below = count // size * size
+    return f"{below} or {below + size}" if below else f"{size}"
+
+
 def check_divides(args: Options, size: int, parts: str, num_train: int) -> None:
     """Raise UserError, with the nearest sizes that work, unless the global batch is a multiple of `size`."""
     if args.global_batch_size % size == 0 and args.global_batch_size <= num_train:

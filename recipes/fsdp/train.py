@@ -35,7 +35,7 @@ from recipes.common.models.batchnorm import check_parts, plain_layers, set_group
 from recipes.common.models.models import build_model, make_model
 from recipes.common.models.user_model import check_fit
 from recipes.common.optim import build_optimizer, build_scaler
-from recipes.common.options import Options, is_user_code, option, parse, positive_int, switch
+from recipes.common.options import Options, check_processes, is_user_code, option, parse, positive_int, switch
 from recipes.common.parallel.blocks import blocks, precision
 from recipes.common.parallel.buckets import FIX_MISSING, Named, missing_gradients, trained
 from recipes.common.parallel.groups import grid_mesh
@@ -78,9 +78,7 @@ class FSDPOptions(Options):
 
     def check_world_size(self, world_size: int) -> None:
         """Raise UserError if the number of replicas does not divide the world size."""
-        if world_size % self.replicas:
-            fix = f"start a multiple of {self.replicas} processes, or give --replicas 1"
-            raise UserError(f"--replicas {self.replicas} does not divide {world_size} processes; {fix}")
+        check_processes("--replicas", self.replicas, world_size, 1)
 
 
 options = partial(parse, FSDPOptions, "fsdp", __doc__)

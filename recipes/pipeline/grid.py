@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from recipes.common.data import Batch, Spec, Split
 from recipes.common.errors import UserError
-from recipes.common.options import Options, check_divides, choice, one_of, option, positive_int
+from recipes.common.options import Options, check_divides, choice, nearest_multiples, one_of, option, positive_int
 from recipes.common.parallel.groups import grid_mesh
 from recipes.common.watch.timeouts import wait_timeout
 from recipes.common.world.peers import broadcast_bytes
@@ -80,8 +80,7 @@ class PipelineOptions(Options):
         """Raise UserError if the world size is not a multiple of the processes per replica."""
         stages = self.stages_in_ranks
         if world_size % stages:
-            below = world_size // stages * stages
-            either = f"{below} or {below + stages}" if below else f"{stages}"
+            either = nearest_multiples(world_size, stages)
             what = f"--stages {stages} needs a multiple of {stages} processes, got {world_size}"
             raise UserError(f"{what}; start {either}, or give --stages {world_size}")
 

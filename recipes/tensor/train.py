@@ -28,7 +28,7 @@ from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Check, Content, Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.optim import autocast, build_optimizer, build_scaler
-from recipes.common.options import Options, option, parse, positive_int, switch
+from recipes.common.options import Options, check_processes, option, parse, positive_int, switch
 from recipes.common.parallel import sharding
 from recipes.common.parallel.blocks import blocks, precision
 from recipes.common.parallel.groups import grid_mesh
@@ -72,10 +72,7 @@ class TensorOptions(Options):
 
     def check_world_size(self, world_size: int) -> None:
         """Raise UserError if the world size is not a multiple of the ranks per replica."""
-        if world_size % self.tensor_parallel:
-            what = f"--tensor-parallel {self.tensor_parallel} does not divide {world_size} processes"
-            fix = f"start a multiple of {self.tensor_parallel} processes, or give --tensor-parallel {world_size}"
-            raise UserError(f"{what}; {fix}")
+        check_processes("--tensor-parallel", self.tensor_parallel, world_size, world_size)
 
 
 options = partial(parse, TensorOptions, "tensor", __doc__)
