@@ -64,7 +64,7 @@ class ApexAmp:
         # longer, but allows parameters without a gradient.
         self.ddp = parallel.DistributedDataParallel(self.model, delay_allreduce=False)
         if args.deterministic:
-            settle_buckets(self.ddp, data.examples(1)[0].to(world.device))
+            settle_buckets(self.ddp, data, world.device)
         self.eval_model = self.model  # Apex: the forward pass of its DDP prepares for a backward pass
         why = "--amp-backend apex" if args.amp_backend == "apex" else "apex.amp imports and there is a GPU"
         self.summary = summarise(args, "apex.amp", torch.float16, self.scaler.is_dynamic, why)

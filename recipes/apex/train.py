@@ -86,10 +86,9 @@ class TorchAmp:
         # DDP: construction broadcasts rank 0's parameters. Backward then averages a bucket of gradients (a
         # ring all-reduce: 2 (N-1)/N of its bytes per rank) while the layers before it are still computing.
         # AMP: gradients have the type of the weights: 4 bytes each under O0 and O1, 2 under O2 and O3.
-        devices = [world.device.index] if world.device.type == "cuda" else None
-        self.ddp = wrap_in_ddp(self.working, args, device_ids=devices)
+        self.ddp = wrap_in_ddp(self.working, args, world.device)
         if args.deterministic:
-            settle_buckets(self.ddp, data.examples(1)[0].to(world.device))
+            settle_buckets(self.ddp, data, world.device)
         if args.compile:
             self.ddp.compile(mode=args.compile_mode)
         self.eval_model = self.ddp  # DDP: exchanges nothing without gradients, and --compile has compiled it

@@ -26,8 +26,8 @@ from recipes.common.loop import Technique, begin_run, load_data_and_model, train
 from recipes.common.models.gpt import GPT
 from recipes.common.models.models import GPTS
 from recipes.common.optim import autocast, build_optimizer, build_scaler
-from recipes.common.options import Options, option, parse, positive_int
-from recipes.common.parallel.buckets import check_complete, settle_buckets, wrap_in_ddp
+from recipes.common.options import Options, check_processes, nearest_multiples, option, parse, positive_int
+from recipes.common.parallel.buckets import check_complete, default_bucket_mb, settle_buckets, wrap_in_ddp
 from recipes.common.parallel.groups import grid_mesh
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
@@ -62,18 +62,13 @@ class ContextOptions(Options):
         """Raise UserError, with the nearest lengths that work, if sequences do not divide into 2N chunks."""
         chunks = 2 * self.context_parallel
         if length % chunks:
-            below = length // chunks * chunks
-            either = f"{below} or {below + chunks}" if below else f"{chunks}"
             what = f"a sequence of {length} does not divide into 2 chunks for each rank"
-            fix = f"use a length of {either} (--seq-len)"
+            fix = f"use a length of {nearest_multiples(length, chunks)} (--seq-len)"
             raise UserError(f"--context-parallel {self.context_parallel}: {what}; {fix}")
 
     def check_world_size(self, world_size: int) -> None:
         """Raise UserError if the world size is not a multiple of the ranks that divide a sequence."""
-        size = self.context_parallel
-        if world_size % size:
-            fix = f"start a multiple of {size} processes, or give --context-parallel {world_size}"
-            raise UserError(f"--context-parallel {size} does not divide {world_size} processes; {fix}")
+        check_processes("--context-parallel", self.context_parallel, world_size, world_size)
 
 
 options = partial(parse, ContextOptions, "context", __doc__)
@@ -83,16 +78,13 @@ def wrap(
     model: nn.Module, args: ContextOptions, world: World, data: Data, cp: DeviceMesh
 ) -> DistributedDataParallel:
     """Divide the model's attention and average its gradients over all ranks; call it on all ranks."""
-    is_gpu = world.device.type == "cuda"
     if cp.size() > 1:
         divide_attention(cast(GPT, model), cp)
     # DDP: all ranks hold the whole model, and each has the gradient of its own positions of its own samples.
     # Backward averages a bucket of them over all ranks while the layers before it are still computing.
-    devices = [world.device.index] if is_gpu else None
-    ddp = wrap_in_ddp(model, args, device_ids=devices, bucket_cap_mb=None if is_gpu else 4)
+    ddp = wrap_in_ddp(model, args, world.device, bucket_cap_mb=default_bucket_mb(world.device))
     if args.deterministic:
-        inputs, _ = data.examples(1)
-        settle_buckets(ddp, own_sequence(inputs, cp).to(world.device))
+        settle_buckets(ddp, data, world.device, lambda inputs: own_sequence(inputs, cp))
     if args.compile:
         ddp.compile(mode=args.compile_mode)
     return ddp

@@ -22,7 +22,7 @@ from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, choice, option, parse, positive_float, positive_int, switch
-from recipes.common.parallel.buckets import check_complete, settle_buckets, wrap_in_ddp
+from recipes.common.parallel.buckets import check_complete, default_bucket_mb, settle_buckets, wrap_in_ddp
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
 from recipes.common.world.world import World, train_as_rank
@@ -73,15 +73,10 @@ def wrap(model: nn.Module, args: DDPOptions, world: World, data: Data) -> Distri
         model = sync_batch_norm(model, world)
     # DDP: construction broadcasts rank 0's parameters. Backward then averages a bucket of gradients (a
     # ring all-reduce: 2 (N-1)/N of its bytes per rank) while the layers before it are still computing.
-    ddp = wrap_in_ddp(
-        model,
-        args,
-        device_ids=[world.device.index] if world.device.type == "cuda" else None,
-        # Ranks wait for the last bucket: 4 MB take 33 ms at 1 Gbit/s. With NCCL, torch's default sizes apply.
-        bucket_cap_mb=args.bucket_cap_mb or (4 if world.device.type == "cpu" else None),
-    )
+    size_mb = args.bucket_cap_mb or default_bucket_mb(world.device)
+    ddp = wrap_in_ddp(model, args, world.device, bucket_cap_mb=size_mb)
     if args.deterministic:
-        settle_buckets(ddp, data.examples(1)[0].to(world.device))
+        settle_buckets(ddp, data, world.device)
     if args.grad_compression != "none":
         from recipes.ddp.compression import compress_gradients
 

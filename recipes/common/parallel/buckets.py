@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.options import Options, is_user_code
 from recipes.common.world.peers import Peers
@@ -31,14 +32,27 @@ REFUSED_TYPES = {"Invalid scalar type": "gloo", "data type is not supported for 
 """Phrases in errors about a type that a backend cannot send: gloo's RuntimeError, NCCL's TypeError."""
 
 
-def wrap_in_ddp(module: nn.Module, args: Options, **settings: Any) -> DistributedDataParallel:
+def default_bucket_mb(device: torch.device) -> float | None:
+    """Return the size of buckets; None: torch's default, which is for NCCL.
+
+    Ranks wait for the last bucket: 4 MB take 33 ms at 1 Gbit/s.
+    """
+    return 4 if device.type == "cpu" else None
+
+
+def wrap_in_ddp(
+    module: nn.Module, args: Options, device: torch.device | None = None, **settings: Any
+) -> DistributedDataParallel:
     """Wrap a module in DDP, which then exchanges no buffers; call it on all ranks.
+
+    `device` is the one of the module's inputs, which DDP moves to a GPU (default: it leaves them where they are).
 
     Raises UserError if the backend cannot send a parameter or buffer.
     """
     try:
         return DistributedDataParallel(
             module,
+            device_ids=[device.index] if device and device.type == "cuda" else None,
             **NO_BUFFER_SYNC,  # evaluate() in loop.py syncs buffers, once an epoch instead of once a step
             gradient_as_bucket_view=True,  # the gradients are the buckets: no second copy of the model's size
             **settings,
@@ -51,15 +65,19 @@ def wrap_in_ddp(module: nn.Module, args: Options, **settings: Any) -> Distribute
         raise UserError(f"{what}; use another dtype, or RECIPE=fsdp") from None
 
 
-def settle_buckets(ddp: nn.Module, inputs: Tensor) -> None:
-    """Make DDP build its final buckets from a pass over a sample; call it on all ranks, before a compilation.
+def settle_buckets(
+    ddp: nn.Module, data: Data, device: torch.device, own_part: Callable[[Tensor], Tensor] = lambda inputs: inputs
+) -> None:
+    """Make DDP build its final buckets; call it on all ranks, before the model is compiled.
+
+    `own_part` returns what this rank trains on of samples' inputs (default: all).
 
     DDP rebuilds its buckets in the order in which the first backward computes gradients. A gradient's place in a
-    bucket decides how a sum over three or more ranks is rounded. A pass before training makes the first step after
-    a resume round like any other. It runs in eval(), so that it changes no statistics.
+    bucket decides how a sum over three or more ranks is rounded. A pass over a sample, before training, makes the
+    first step after a resume round like any other. It runs in eval(), so that it changes no statistics.
     """
     ddp.eval()
-    ddp(inputs).abs().sum().backward()  # abs: complex numbers have no gradients
+    ddp(own_part(data.examples(1)[0]).to(device)).abs().sum().backward()  # abs: complex numbers have no gradients
     if missing := missing_gradients(trained(ddp)):
         what = f"--deterministic: the parameter {missing[0]} got no gradient in eval(), and DDP needs all"
         raise UserError(f"{what}; {FIX_MISSING}", on_one_rank=True)
