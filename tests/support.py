@@ -422,6 +422,27 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
     return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
 
 
+def assert_same_end(run: Path, whole: Path) -> None:
+    """Compare the last weights and optimizer state of two runs, and the one evaluation of each."""
+    import pytest  # here, as each rank imports this file
+
+    assert largest_difference(weights(run), weights(whole)) < 1e-5
+    assert largest_difference(optimizer_tensors(run), optimizer_tensors(whole)) < 1e-5
+    (ours,), (theirs,) = ([line for line in metrics(path) if "test_loss" in line] for path in (run, whole))
+    assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-5)
+    if "test_bits_per_byte" in theirs:
+        assert ours["test_bits_per_byte"] == pytest.approx(theirs["test_bits_per_byte"], rel=1e-5)
+
+
+def assert_goes_on(run: Path, whole: Path) -> None:
+    """Compare a run that began after step 2 with a whole one: the losses since, and the end."""
+    import pytest  # here, as each rank imports this file
+
+    found = {line["step"]: line["loss"] for line in metrics(run) if "loss" in line}
+    assert found == pytest.approx(dict(enumerate(losses(whole)[2:], 3)), rel=1e-5)
+    assert_same_end(run, whole)
+
+
 def assert_same_run(run: Path, expected: Path) -> None:
     """Compare the losses, the accuracies and the last weights of two runs."""
     import pytest  # here, as each rank imports this file

@@ -27,13 +27,18 @@ def count_compiled_passes(folder):
     torch.nn.Module.compile = compile_nothing
 
 
-RECIPES = ("single", "dataparallel", "ddp", "spawn", "apex", "scratch", "fsdp", "tensor", "pipeline", "horovod")
-RECIPES += ("context",)
+RECIPES = (
+    *("single", "dataparallel", "ddp", "spawn", "apex", "scratch"),
+    *("fsdp", "tensor", "context", "pipeline", "horovod"),
+)
 BLOCKS = {"fsdp": 5}
 """Modules that are compiled one by one: fsdp compiles each of LeNet's layers with weights."""
 
-ONE_PASS = {"tensor": ("--tensor-parallel", "1"), "pipeline": ("--stages", "1", "--num-microbatches", "1")}
-ONE_PASS |= {"context": ("--context-parallel", "1")}
+ONE_PASS = {
+    "tensor": ("--tensor-parallel", "1"),
+    "context": ("--context-parallel", "1"),
+    "pipeline": ("--stages", "1", "--num-microbatches", "1"),
+}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

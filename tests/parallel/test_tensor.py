@@ -25,7 +25,7 @@ from scripts.plan.__main__ import make_plan
 from tests import observe
 from tests.conftest import slow
 from tests.parallel.test_fsdp import allocated, note_bytes
-from tests.support import ROOT, largest_difference, losses, metrics, optimizer_tensors, start_run, train, weights
+from tests.support import ROOT, assert_goes_on, assert_same_end, losses, start_run, train
 
 STEPS = ("--max-steps", "4", "--checkpoint-every", "2", "--clip-grad-norm", "1")
 GPT = ("--data", "text", "--data-dir", str(ROOT / "docs"), "--model", "gpt-tiny", "--seq-len", "16")
@@ -42,13 +42,6 @@ def single(request, tmp_path_factory):
     """Return a model's options and the run of single with it."""
     argv = (*MODELS[request.param], *STEPS)
     return argv, train("single", tmp_path_factory.mktemp(request.param), 1, *argv)
-
-
-def assert_same_end(run, whole):
-    assert largest_difference(weights(run), weights(whole)) < 1e-5
-    assert largest_difference(optimizer_tensors(run), optimizer_tensors(whole)) < 1e-5
-    ours, theirs = metrics(run)[-1], metrics(whole)[-1]
-    assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize(("replicas", "ranks"), [(2, 2), *slow((1, 4))])
@@ -121,13 +114,6 @@ def test_sequences_that_do_not_divide_and_sharded_checkpoints(tmp_path):
 
 
 MIDDLE = "checkpoints/step-000000002.pt"
-
-
-def assert_goes_on(run, whole):
-    """Assert that a run that began after step 2 has the same last steps and the same end."""
-    found = {line["step"]: line["loss"] for line in metrics(run) if "loss" in line}
-    assert found == pytest.approx(dict(enumerate(losses(whole)[2:], 3)), rel=1e-5)
-    assert_same_end(run, whole)
 
 
 @pytest.mark.parametrize(
