@@ -37,12 +37,12 @@ def main(argv: list[str]) -> None:
     weights = read_whole({name: content.get(name) for name in ("model", "shards")})["model"]
     temporary = args.out.with_name(f".{args.out.name}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            if args.out.suffix == ".safetensors":
-                from recipes.common.checkpoint.safetensors_files import write_safetensors
+        if args.out.suffix == ".safetensors":
+            from recipes.common.checkpoint.safetensors_files import write_safetensors
 
-                write_safetensors(weights, temporary)
-            else:
+            write_safetensors(weights, temporary)
+        else:
+            with open(temporary, "wb") as file:
                 torch.save(weights, file)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())

@@ -157,7 +157,8 @@ def read_weights(path: Path, check: ShardCheck | None = None) -> tuple[Path, Con
         else:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except IsADirectoryError:
-        path = folder / "best.pt" if "best.pt" in names_in(folder := _checkpoints_in(path)) else path
+        folder = _checkpoints_in(path)
+        path = folder / "best.pt" if "best.pt" in names_in(folder) else path
     except UserError as error:
         raise UserError(f"--weights {error}") from None
     except FileNotFoundError:
