@@ -39,6 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recipes.common.loop import train_one_epoch
 from recipes.common.optim import build_optimizer
+from recipes.common.process.memory import keep_freed_memory
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import Stop
 from recipes.common.world.world import World, join_world, leave_world
@@ -149,6 +150,7 @@ def run_rank(precision: str, number: int, result: Path) -> None:
     """Measure all batch sizes with one precision in `number` rounds; rank 0 writes its own times to `result`."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})  # also for threads that start later
+    keep_freed_memory()  # as the recipes do
     world = join_world(train.options(["--device", "cpu"]), read_ranks("ddp"))
     quick = Trainer(world, PROBE_BATCH, precision).measure(2)
     quickest = world.gather_objects([min(quick["compute"]) / PROBE_BATCH, min(quick["communication"])])

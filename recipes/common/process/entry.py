@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from recipes.common.errors import UserError, adjust_output, unrepeatable
+from recipes.common.process.memory import keep_freed_memory
 from recipes.common.process.ranks import HAVE_MET
 from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.watch.timeouts import TIMEOUT_PHRASES
@@ -70,6 +71,7 @@ def run_main(main: Callable[[], object]) -> int:
     """
     gc.freeze()  # torch's 300,000 objects, which are never garbage: saves a rank 1 s of CPU time
     adjust_output()
+    keep_freed_memory()
     try:
         main()
     except UserError as error:

@@ -29,6 +29,7 @@ from recipes.common.data import load_data
 from recipes.common.models.models import build_model
 from recipes.common.optim import autocast, optimizer_class
 from recipes.common.options import Parser
+from recipes.common.process.memory import keep_freed_memory
 from recipes.ddp.train import options
 from scripts.launch.agent import read_node
 from scripts.launch.command import parse
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--horovod", choices=("none", "fp16"), help="the compression of gradients")
     parser.add_argument("--without-backward", action="store_true")
     own_args = parse(parser, sys.argv[1:])
+    keep_freed_memory()  # as the recipes do
     with horovod() if own_args.horovod else contextlib.nullcontext() as hvd:
         measure(own_args, hvd)
 
