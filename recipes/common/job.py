@@ -110,6 +110,20 @@ class Job:
         return min((self.position.epoch + 1) * self.steps_per_epoch, self.total_steps)
 
     @property
+    def _evaluated(self) -> int:
+        """The step of the last evaluation, which older checkpoints tell only by the epochs that are done."""
+        return max(self.position.evaluated_step, self.position.epoch * self.steps_per_epoch)
+
+    @property
+    def next_evaluation(self) -> int:
+        """The step after which the model is evaluated next: --evaluate-every steps on, or at the epoch's end."""
+        every = self.args.evaluate_every
+        if not every:
+            return self.epoch_end
+        earliest = max(self._evaluated + 1, self.position.step)
+        return min(-(-earliest // every) * every, self.epoch_end)
+
+    @property
     def is_complete(self) -> bool:
         """Whether all steps are done and the last epoch is evaluated; with --evaluate, the weights are."""
         if self.args.evaluate:
@@ -162,8 +176,8 @@ class Job:
     @property
     def trains_during_save(self) -> bool:
         """Whether training continues while the checkpoint of this step is written."""
-        is_epoch_end = self.position.step == self.position.epoch * self.steps_per_epoch
-        goes_on = self.is_checkpoint_due() or (is_epoch_end and not self.is_complete)
+        is_evaluated = self.position.step == self._evaluated
+        goes_on = self.is_checkpoint_due() or (is_evaluated and not self.is_complete)
         return self.args.async_checkpoints and goes_on
 
     @property
@@ -181,19 +195,19 @@ class Job:
         )
 
     def global_batches(self) -> Iterator[Tensor]:
-        """Yield the indices of the global batches left in this epoch: int64, shape (global_batch_size,).
+        """Yield the indices of the global batches up to the next evaluation: int64, shape (global_batch_size,).
 
         They depend only on the data, the seed and the step: any number of ranks shares out the same batches.
         """
         size = self.args.global_batch_size
         order = draw_order(self.data.train, self.args, self.position.epoch)
         first_step = self.position.epoch * self.steps_per_epoch
-        for step in range(self.position.step, self.epoch_end):
+        for step in range(self.position.step, self.next_evaluation):
             start = (step - first_step) * size
             yield order[start : start + size]
 
-    def begin_epoch(self) -> None:
-        """Start the clock and the progress bar."""
+    def begin_steps(self) -> None:
+        """Start the clock and the progress bar, before the steps that lead to an evaluation."""
         self.throughput.start()
         if self.record:
             done = self.position.step - self.position.epoch * self.steps_per_epoch
@@ -270,15 +284,18 @@ class Job:
         step, epoch = self.position.step, self.position.epoch + 1
         self._write(lambda record: record.log_step(step=step, epoch=epoch, loss=loss, **rates, **skipped))
 
-    def end_epoch(self, averages: dict[str, float]) -> bool:
-        """Count and record an evaluated epoch; return whether it is the best so far."""
+    def end_evaluation(self, averages: dict[str, float]) -> bool:
+        """Record an evaluation, and count the epoch that it ends; return whether it is the best so far."""
         task = self.data.task
         headline = averages[f"test_{task.headline}"]
         kept = {name: value for name, value in averages.items() if name.startswith("test_")}
-        is_best = self.position.record_evaluation(kept, headline if task.higher_is_better else -headline)
+        step, ends_epoch = self.position.step, self.position.step == self.epoch_end
+        epoch = 0 if self.args.evaluate else self.position.epoch + 1
+        score = headline if task.higher_is_better else -headline
+        is_best = self.position.record_evaluation(kept, score, ends_epoch)
         seconds = round(self.throughput.timed()["seconds"], 3)
-        step, epoch = self.position.step, 0 if self.args.evaluate else self.position.epoch
-        self._write(lambda record: record.log_epoch(epoch=epoch, step=step, **averages, train_s=seconds))
+        kind = "epoch" if ends_epoch or self.args.evaluate else "evaluation"
+        self._write(lambda record: record.log_averages(kind, epoch=epoch, step=step, **averages, train_s=seconds))
         if not math.isfinite(headline):
             why = "look at the test data, and at what the model returns"
             self.say(f"warning: test_{task.headline} is {headline}: {why}")
@@ -394,10 +411,10 @@ class Job:
         return self.position.step % self.args.log_every == 0
 
     def is_checkpoint_due(self) -> bool:
-        """Return whether the step just done calls for a checkpoint, besides the one at the epoch's end."""
-        return self.position.step < self.epoch_end and self._is_saved_after(self.position.step)
+        """Return whether the step just done calls for a checkpoint, besides the one after an evaluation."""
+        return self.position.step < self.next_evaluation and self._is_saved_after(self.position.step)
 
     def _is_saved_after(self, step: int) -> bool:
         """Return whether a checkpoint follows a step of the current epoch."""
         every = self.args.checkpoint_every
-        return step == self.epoch_end or (bool(every) and step % every == 0)
+        return step == self.next_evaluation or (bool(every) and step % every == 0)

@@ -202,25 +202,25 @@ def gather_places(job: Job) -> list[Place]:
 
 
 def train_epochs(job: Job, technique: Technique) -> None:
-    """Train and evaluate until the last epoch or a stop signal; write a checkpoint after each epoch or the signal.
+    """Train and evaluate until the last epoch or a stop signal; write a checkpoint after each evaluation.
 
     With --evaluate, only evaluate, once. Raises on all ranks the UserError that one of them reported.
     """
     try:
         if job.args.evaluate:
             if (result := evaluate(job, technique)) is not None:
-                job.end_epoch(result)
+                job.end_evaluation(result)
             return
         job.begin_profile()
         while not job.is_complete:
             result = None
-            if train_one_epoch(job, technique) != STOP:
+            if train_until_evaluation(job, technique) != STOP:
                 raise_on_all_ranks(job.stop.error, job.peers)
                 result = evaluate_or_save(job, technique)
-            is_best = result is not None and job.end_epoch(result)
+            is_best = result is not None and job.end_evaluation(result)
             save_checkpoint(job, technique, is_best)
             raise_on_all_ranks(job.stop.error, job.peers)
-            if result is None:  # a stop signal has ended the epoch, or its evaluation
+            if result is None:  # a stop signal has ended the training, or the evaluation
                 return
     except UserError:
         if job.args.sharded_checkpoints and job.writer:
@@ -250,13 +250,13 @@ def evaluate_or_save(job: Job, technique: Technique) -> dict[str, float] | None:
         raise
 
 
-def train_one_epoch(job: Job, technique: Technique) -> int:
-    """Train to the epoch's end, or until a vote ends it; return the last vote's result: GO, STOP or FAIL."""
+def train_until_evaluation(job: Job, technique: Technique) -> int:
+    """Train up to the next evaluation, or until a vote ends it; return the last vote: GO, STOP or FAIL."""
     args, position, peers = job.args, job.position, job.peers
     take_share = technique.shard or own_shard(peers)
     decision = GO
     technique.module.train()
-    job.begin_epoch()
+    job.begin_steps()
     shares = (take_share(split_into_groups(batch, args)).flatten() for batch in job.global_batches())
     batches = technique.read_batches(job.data.train, shares, position.epoch)
     for inputs, targets in job.profile.mark_data(batches) if job.profile else batches:

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes.common.loop import train_one_epoch
+from recipes.common.loop import train_until_evaluation
 from recipes.common.optim import build_optimizer
 from recipes.common.process.memory import keep_freed_memory
 from recipes.common.process.ranks import read_ranks
@@ -86,7 +86,7 @@ class Trainer:
 
     def run(self) -> None:
         """Train for one epoch of STEPS batches."""
-        train_one_epoch(self.job, self.technique)
+        train_until_evaluation(self.job, self.technique)
         self.job.position.record_evaluation({}, 0.0)
 
     def compute(self) -> None:

@@ -54,6 +54,7 @@ UNKNOWN = (
     "loss_parallel",
     "fully_shard",
     "sync_batchnorm",
+    "evaluate_every",
 )
 """Options of these recipes whose savings and costs the plan does not know."""
 

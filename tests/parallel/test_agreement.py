@@ -259,7 +259,7 @@ def test_a_state_arrives_bit_for_bit_one_tensor_at_a_time():
 
 def watch_the_content():
     """Print how many of the checkpoint's weights are still in memory when training begins."""
-    restore, begin_epoch = restoring.restore, Job.begin_epoch
+    restore, begin_steps = restoring.restore, Job.begin_steps
     kept = []
 
     def noting(job, content):
@@ -268,9 +268,9 @@ def watch_the_content():
 
     def checking(job):
         print(f"{sum(tensor() is not None for tensor in kept)} of {len(kept)} alive", flush=True)
-        begin_epoch(job)
+        begin_steps(job)
 
-    restoring.restore, Job.begin_epoch = noting, checking
+    restoring.restore, Job.begin_steps = noting, checking
 
 
 @pytest.mark.parametrize(("recipe", "world_size"), [("single", 1), ("dataparallel", 1), ("ddp", 2)])

@@ -30,7 +30,8 @@ def assert_reported(run, line, silent, others):
         text = (run / "hang" / f"rank-{rank}.txt").read_text()
         assert f"==== rank {rank}\n{text}" in report
         assert "thread MainThread:" in text
-        assert re.search(r"in (train_one_epoch|evaluate|train)\b", text), text  # it may be between two epochs
+        # It may be between two epochs.
+        assert re.search(r"in (train_until_evaluation|evaluate|train)\b", text), text
     assert f"==== rank {silent}\n" not in report
 
 

@@ -50,8 +50,8 @@ class TestJob:
         job, printed = tiny_job("--epochs", "1"), []
         job.data = dataclasses.replace(job.data, task=Classification())
         progress = SimpleNamespace(say=printed.append)
-        job.record = SimpleNamespace(log_epoch=lambda **values: None, progress=progress)
-        job.end_epoch({"test_loss": 1.0, "test_accuracy": value})
+        job.record = SimpleNamespace(log_averages=lambda kind, **values: None, progress=progress)
+        job.end_evaluation({"test_loss": 1.0, "test_accuracy": value})
         why = ": look at the test data, and at what the model returns"
         assert printed == ([] if value == 0.5 else [f"warning: test_accuracy is {value}{why}"])
 
@@ -68,7 +68,7 @@ class TestJob:
     def test_a_rank_that_alone_fails_in_an_evaluation_waits_for_no_other(self, monkeypatch, error, gathers):
         job, found = tiny_job("--epochs", "1"), []
         job.save, job.writer = lambda: found.append("alone"), SimpleNamespace(wait=lambda: found.append("written"))
-        monkeypatch.setattr(loop, "train_one_epoch", lambda job, technique: GO)
+        monkeypatch.setattr(loop, "train_until_evaluation", lambda job, technique: GO)
         monkeypatch.setattr(loop, "evaluate", Mock(side_effect=error))
         monkeypatch.setattr(loop, "save_checkpoint", lambda job, technique: found.append("all"))
         with pytest.raises(type(error)):
@@ -155,6 +155,26 @@ class TestJob:
         job = tiny_job("--epochs", "4")
         job.position.step, job.position.epoch = step, epoch
         assert job.is_complete is complete
+
+    @pytest.mark.parametrize(
+        ("step", "epoch", "evaluated", "expected"),
+        [
+            (0, 0, 0, 2),
+            (1, 0, 0, 2),
+            (2, 0, 0, 2),  # a signal has ended the evaluation
+            (2, 0, 2, 3),  # the epoch's end
+            (3, 1, 3, 4),
+            (3, 1, 0, 4),  # a checkpoint of a version that knew only epochs
+            (5, 1, 4, 6),
+            (9, 2, 0, 9),
+            (11, 3, 9, 12),  # both
+        ],
+    )
+    def test_evaluations_within_epochs_and_at_their_ends(self, step, epoch, evaluated, expected):
+        job = tiny_job("--epochs", "4", "--evaluate-every", "2")
+        job.position = Position(step=step, epoch=epoch, evaluated_step=evaluated)
+        assert job.next_evaluation == expected
+        assert len(list(job.global_batches())) == expected - step
 
     def test_when_things_are_due(self):
         job = tiny_job("--log-every", "2", "--checkpoint-every", "2", "--epochs", "4")

@@ -681,6 +681,7 @@ REFUSALS = {
     "ddp --utilisation 15": "--utilisation is a share, at most 1",
     "ddp --sync-batchnorm": "--sync-batchnorm: the plan does not know what it saves and costs; drop it",
     "ddp --data digits --images-per-s 9": "--data digits lies on the device; drop them",
+    "ddp --evaluate-every 100": "--evaluate-every: the plan does not know what it saves and costs; drop it",
     "fsdp --cpu-offload": "--cpu-offload: the plan does not know what it saves and costs; drop it",
     "tensor --fully-shard": "--fully-shard: the plan does not know what it saves and costs; drop it",
     "tensor --sequence-parallel": "--sequence-parallel: the plan does not know what it saves and costs; drop it",

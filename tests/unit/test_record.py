@@ -90,7 +90,7 @@ class TestRecord:
     def test_the_result_has_the_best_evaluation_and_when_the_run_ended(self, tmp_path, capsys):
         record, _ = self.open(tmp_path, "--name", "a")
         self.log(record, 100)
-        record.log_epoch(epoch=1, step=100, test_loss=1.0, test_accuracy=0.5, train_s=1.0)
+        record.log_averages("epoch", epoch=1, step=100, test_loss=1.0, test_accuracy=0.5, train_s=1.0)
         result = {"world_size": 2, "step": 100, "test_accuracy": 0.5, "best_test_accuracy": 0.75}
         record.print_result(record.write_result(headline="test_accuracy", **result, samples_per_s=1.0))
         written = json.loads((record.folder / "result.json").read_text())

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from recipes.common import loop
 from recipes.common.errors import UserError
 from recipes.common.optim import build_optimizer
 from recipes.common.record import record
@@ -469,8 +470,8 @@ class StopsInEvaluation(Classification):
     batches = 0
 
     def count(self, target):
-        StopsInEvaluation.batches += 1
-        if StopsInEvaluation.batches == 1:
+        type(self).batches += 1
+        if self.batches == 1:
             signal.raise_signal(signal.SIGUSR1)
         return super().count(target)
 
@@ -522,6 +523,38 @@ def growing():
     images = torch.rand(int(os.environ["SAMPLES"]), 1, 8, 8, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(len(images)) % 4
     return {"train": (images, labels), "test": (images[:8], labels[:8]), "target": "class", "num_classes": 4}
+
+
+class StopsWithinEpoch(StopsInEvaluation):
+    batches = 0
+
+
+def test_a_signal_in_an_evaluation_within_an_epoch_ends_it_and_loses_no_step(tmp_path, single):
+    argv = ("a", "--epochs", "1", "--evaluate-every", "8", "--task", "tests.unit.test_resume:StopsWithinEpoch")
+    single(*argv)
+    assert sorted(path.name for path in (tmp_path / "a/checkpoints").iterdir()) == ["step-000000008.pt"]
+    assert [line["kind"] for line in metrics(tmp_path / "a")] == ["step"] * 8
+    single(*argv, "--resume", "auto")
+    lines = [(line["kind"], line["step"]) for line in metrics(tmp_path / "a") if line["kind"] != "step"]
+    assert lines == [("evaluation", 8), ("evaluation", 16), ("epoch", EPOCH)]
+    assert len(losses(tmp_path / "a")) == EPOCH
+
+
+def test_a_resumed_run_may_be_evaluated_more_often(tmp_path, single):
+    """A run's end is an evaluation, too; the next ones are multiples of the new number."""
+    single("a", "--max-steps", "12")
+    single("a", "--epochs", "1", "--evaluate-every", "6", "--resume", "auto")
+    lines = [(line["kind"], line["step"]) for line in metrics(tmp_path / "a") if line["kind"] != "step"]
+    assert lines == [("epoch", 12), ("evaluation", 18), ("epoch", EPOCH)]
+
+
+def test_the_best_evaluation_may_be_within_an_epoch(tmp_path, single, monkeypatch):
+    scores = iter((0.2, 0.9, 0.5))
+    monkeypatch.setattr(loop, "evaluate", lambda *given: {"test_loss": 1.0, "test_accuracy": next(scores)})
+    (*_, result) = single("a", "--epochs", "1", "--evaluate-every", "8")
+    assert "test_accuracy=0.5000" in result
+    assert torch.load(tmp_path / "a/checkpoints/best.pt", weights_only=True)["position"]["step"] == 16
+    assert json.loads((tmp_path / "a/result.json").read_text())["best_test_accuracy"] == 0.9
 
 
 def test_a_resume_says_that_the_data_have_changed(tmp_path, single, monkeypatch):

@@ -65,11 +65,13 @@ class Position:
     """Averages of the last evaluation: test_loss, test_accuracy, ..."""
     best_score: float = -math.inf
     """The highest score so far."""
+    evaluated_step: int = 0
+    """The step of the last evaluation."""
 
-    def record_evaluation(self, averages: dict[str, float], score: float) -> bool:
-        """Count a finished epoch; return whether it is the best so far."""
-        self.epoch += 1
-        self.averages = averages
+    def record_evaluation(self, averages: dict[str, float], score: float, ends_epoch: bool = True) -> bool:
+        """Keep an evaluation, and count the epoch that it ends; return whether it is the best so far."""
+        self.epoch += ends_epoch
+        self.averages, self.evaluated_step = averages, self.step
         is_best = score > self.best_score
         if is_best:  # max() would keep a NaN forever
             self.best_score = score

@@ -3,7 +3,7 @@
 config.json         options, versions, hardware, git revision of the first launch, and of each launch in turn
 metrics.jsonl       a line per logged step: kind "step", step, epoch, loss, lr, samples_per_s;
                     a line per epoch: kind "epoch", epoch, step, test_loss, test_accuracy (or the task's metrics),
-                    train_s
+                    train_s; the same with kind "evaluation" for --evaluate-every
 hang-report.txt     if a rank did not answer; hang/ has the report of each rank: see watch.py
 result.json         of a completed run: the values of its last line, and time, traffic and memory
 events.out.*        the metrics for TensorBoard
@@ -261,9 +261,9 @@ class Record:
         unit = speed.removesuffix("_per_s")
         self.progress.show(f"loss {values['loss']:.4f}  {values[speed]:,.0f} {unit}/s")
 
-    def log_epoch(self, **values: float) -> None:
-        """Append the line of an epoch: epoch, step, the averages, train_s (seconds so far, over all launches)."""
-        self._append("epoch", values)
+    def log_averages(self, kind: str, **values: float) -> None:
+        """Append an evaluation's line: epoch, step, the averages, train_s (seconds so far, over all launches)."""
+        self._append(kind, values)
         averages = [f"{name} {value:.4f}" for name, value in values.items() if name.startswith("test_")]
         self.progress.say("  ".join([f"epoch {values['epoch']}  step {values['step']}", *averages]))
 
