@@ -20,7 +20,9 @@ from typing import Any, NoReturn, TypeVar
 
 from recipes.common.errors import UserError, nearest, nearest_option
 
-DATA = ("digits", "fashion-mnist", "cifar10", "imagefolder", "shards", "synthetic", "text")
+TEXTS = ("text", "tokens")
+"""The values of --data whose samples are --seq-len tokens."""
+DATA = ("digits", "fashion-mnist", "cifar10", "imagefolder", "shards", "synthetic", *TEXTS)
 TASKS = ("auto", "classification", "language-model")
 
 USER_CODE = "your own"
@@ -32,7 +34,8 @@ ONLY_FOR = {
     "decode": ("imagefolder", "shards"),
     "shuffle_block": ("shards",),
     "skip_bad_images": ("imagefolder", "shards", USER_CODE),
-    "seq_len": ("text", USER_CODE),
+    "seq_len": (*TEXTS, USER_CODE),
+    "vocab_size": ("tokens",),
 }
 """The values of --data to which an option applies; other options apply to all."""
 
@@ -40,10 +43,10 @@ MOST_GRAPHS = 8
 """Times that torch compiles a model before it leaves the rest uncompiled: torch._dynamo.config.recompile_limit."""
 
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
-TEXT_DEFAULTS = {"model": "gpt-tiny", "optimizer": "adamw", "lr": 0.004, "data_dir": STANDARD_LIBRARY}
-"""Defaults with --data text that differ from those for images."""
+TEXT_DEFAULTS = {"model": "gpt-tiny", "optimizer": "adamw", "lr": 0.004}
+"""Defaults for TEXTS that differ from those for images; text also has a --data-dir, STANDARD_LIBRARY."""
 TEXT_EPOCHS, TEXT_STEPS = 1, 300
-"""Length of a run on text without --epochs and --max-steps: minutes on two cores; an epoch takes an hour there."""
+"""Length of a run on TEXTS without --epochs and --max-steps: minutes on two cores."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -252,8 +255,8 @@ class DataOptions(RunOptions):
     data: str = option(
         "digits",
         one_of_or_own(*DATA),
-        f"one of {', '.join(DATA)}, or package.module:function for your own; text has other defaults: gpt-tiny, "
-        "adamw, --lr 0.004, 300 steps",
+        f"one of {', '.join(DATA)}, or package.module:function for your own; text and tokens have other "
+        "defaults: gpt-tiny, adamw, --lr 0.004, 300 steps",
     )
     data_dir: Path = option(
         Path("data"),
@@ -271,7 +274,10 @@ class DataOptions(RunOptions):
     )
     num_samples: int = option(2048, positive_int, "training images of synthetic data", "N")
     workers: int = option(
-        2, non_negative_int, "processes that read samples, per rank (imagefolder, shards, your own data sets)", "N"
+        2,
+        non_negative_int,
+        "processes that read samples, per rank (imagefolder, shards, tokens, your own data sets)",
+        "N",
     )
     decode: str = choice(
         "where JPEGs of imagefolder and shards are decoded: by --workers, or a batch at once on each rank's GPU",
@@ -284,12 +290,18 @@ class DataOptions(RunOptions):
         "N",
     )
     skip_bad_images: bool = switch("count images that do not decode and train without them")
-    seq_len: int = option(128, positive_int, "bytes of a sample of text", "N")
+    seq_len: int = option(128, positive_int, "tokens of a sample; of text: bytes", "N")
+    vocab_size: int = option(
+        50_304,
+        positive_int,
+        "tokens: size of the tokenizer's vocabulary; the default is GPT-2's, rounded up to a multiple of 128",
+        "N",
+    )
     model: str = option(
         "lenet",
         str,
-        "lenet, vit-tiny, a classification model of torchvision, gpt-tiny or gpt-small for text, or "
-        "package.module:function for your own",
+        "lenet, vit-tiny, a classification model of torchvision, gpt-tiny, -small, -medium or -xl for text and "
+        "tokens, or package.module:function for your own",
     )
     task: str = option(
         "auto",
@@ -475,8 +487,9 @@ def parse(kind: type[T], recipe: str, doc: str | None, argv: Sequence[str] | Non
     if is_user_code(getattr(found, "model", "")):
         parser.set_defaults(channels_last=False)  # your code may need torch's own layout, as tensor.view() does
         found = parser.parse_words(words)
-    if getattr(found, "data", None) == "text":
-        parser.set_defaults(**TEXT_DEFAULTS, epochs=None)
+    if (data := getattr(found, "data", None)) in TEXTS:
+        folder = {"data_dir": STANDARD_LIBRARY} if data == "text" else {}
+        parser.set_defaults(**TEXT_DEFAULTS, **folder, epochs=None)
         found = parser.parse_words(words)
         if found.epochs is None:
             found.epochs, found.max_steps = TEXT_EPOCHS, found.max_steps or TEXT_STEPS

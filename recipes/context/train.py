@@ -24,9 +24,9 @@ from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.models.gpt import GPT
-from recipes.common.models.models import GPTS
+from recipes.common.models.models import GPT_NAMES, GPTS
 from recipes.common.optim import autocast, build_optimizer, build_scaler
-from recipes.common.options import Options, check_processes, nearest_multiples, option, parse, positive_int
+from recipes.common.options import TEXTS, Options, check_processes, nearest_multiples, option, parse, positive_int
 from recipes.common.parallel.buckets import check_complete, default_bucket_mb, settle_buckets, wrap_in_ddp
 from recipes.common.parallel.groups import grid_mesh
 from recipes.common.process.entry import run_main
@@ -51,11 +51,11 @@ class ContextOptions(Options):
         if self.context_parallel == 1:
             return
         if self.model not in GPTS:
-            fix = f"use {' or '.join(GPTS)} with --data text, or --context-parallel 1"
+            fix = f"use {GPT_NAMES} with --data text, or --context-parallel 1"
             raise UserError(f"{flag}: --model {self.model} has no sequence that ranks can divide; {fix}")
         if self.task not in ("auto", "language-model"):
             raise UserError(f"{flag}: --task {self.task} may read whole sequences; drop it")
-        if self.data == "text":
+        if self.data in TEXTS:
             self.check_length(self.seq_len)
 
     def check_length(self, length: int) -> None:

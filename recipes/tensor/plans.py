@@ -30,7 +30,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from recipes.common.checkpoint.shard_files import Box
 from recipes.common.errors import UserError
 from recipes.common.models.gpt import GPT, Attention
-from recipes.common.models.models import BUILT_IN_MODELS, GPTS, LeNet
+from recipes.common.models.models import BUILT_IN_MODELS, GPT_NAMES, GPTS, LeNet
 from recipes.common.models.vit import VisionTransformer
 from recipes.common.parallel.sharding import map_states
 from recipes.common.world.tree import Slot
@@ -80,12 +80,12 @@ def parallelize(
     layers = dict(PLANS[type(model)])
     if sequence:
         if not hasattr(model, "blocks"):
-            fix = f"drop it, or use vit-tiny, {' or '.join(GPTS)}"
+            fix = f"drop it, or use vit-tiny, {GPT_NAMES}"
             raise UserError(f"--sequence-parallel: --model {name} has no sequence of tokens; {fix}")
         layers.update(SEQUENCE)
     if vocabulary:
         if not isinstance(model, GPT):
-            fix = f"drop it, or use {' or '.join(GPTS)}"
+            fix = f"drop it, or use {GPT_NAMES}"
             raise UserError(f"--loss-parallel: --model {name} has no vocabulary; {fix}")
         layers.update(VOCABULARY)
     packed: Packed = {}

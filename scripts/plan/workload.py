@@ -23,7 +23,7 @@ from recipes.common.data import Data, load_data
 from recipes.common.data.workers import LoadedSplit
 from recipes.common.models.models import make_model
 from recipes.common.optim import autocast, build_optimizer
-from recipes.common.options import Options, is_user_code
+from recipes.common.options import TEXTS, Options, is_user_code
 from recipes.common.seeding import choose_kernels
 from recipes.common.task import Classification
 from recipes.common.user_code import call_user_code
@@ -52,7 +52,7 @@ class Kind:
 
 def kind_of(args: Options, num_classes: int | None = None, samples: int | None = None) -> Kind:
     """Return the Kind of --data; folders and shards of images have ImageNet's numbers, unless they are given."""
-    if args.data == "text" or is_user_code(args.data):
+    if args.data in TEXTS or is_user_code(args.data):
         data = load_data(args, torch.device("cpu"), print)
         sample_bytes = data.input.zeros(1).nbytes if isinstance(data.train, LoadedSplit) else 0
         return Kind(data, samples or len(data.train), sample_bytes)

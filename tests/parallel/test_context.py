@@ -172,7 +172,10 @@ PARTS = "does not divide into 2 chunks for each rank"
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ((), "--model lenet has no sequence that ranks can divide; use gpt-tiny or gpt-small with"),
+        (
+            (),
+            "--model lenet has no sequence that ranks can divide; use gpt-tiny, gpt-small, gpt-medium or gpt-xl ",
+        ),
         ((*TEXT, "--model", "mine:net"), "--model mine:net has no sequence that ranks can divide; use "),
         ((*TEXT, "--task", "my:Task"), "--task my:Task may read whole sequences; drop it"),
         (("--seq-len", "30", *TEXT), f"a sequence of 30 {PARTS}; use a length of 28 or 32"),

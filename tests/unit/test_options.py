@@ -210,6 +210,15 @@ def test_the_shipped_configuration_of_imagenet_suits_8_and_64_gpus():
     assert rates == pytest.approx([0.4, 3.2])
 
 
+def test_the_shipped_configuration_of_openwebtext_suits_8_gpus():
+    """12 sequences a pass; train.bin has 9,035,582,198 tokens, and the epochs do not end the run first."""
+    args = single.options(["--config", str(ROOT / "recipes" / "configs" / "openwebtext-gpt-small.yaml")])
+    num_train = 9_035_582_197 // args.seq_len
+    check_batch(args, 8, num_train)
+    assert args.global_batch_size == 8 * args.accumulate_steps * 12
+    assert args.epochs * (num_train // args.global_batch_size) > args.max_steps
+
+
 class TestConfig:
     def parse(self, tmp_path, text, *argv, recipe=single):
         (tmp_path / "c.yaml").write_text(text)

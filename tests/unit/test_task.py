@@ -261,11 +261,14 @@ class TestGPT:
         loss = data.task.loss_sum(model(tokens[:, :-1]), tokens[:, 1:]) / 4
         assert loss.item() == pytest.approx(math.log(256), rel=0.02)
 
-    def test_small_is_gpt2s(self):
+    @pytest.mark.parametrize(
+        ("name", "width", "depth"), [("gpt-small", 768, 12), ("gpt-medium", 1024, 24), ("gpt-xl", 2048, 24)]
+    )
+    def test_sizes_are_those_of_openais(self, name, width, depth):
         with torch.device("meta"):
-            _, _, model = gpt("--model", "gpt-small")
-        per_block = 12 * 768**2 + 4 * 768  # attention 4, perceptron 8; two norms
-        assert sum(p.numel() for p in model.parameters()) == 12 * per_block + 256 * 768 + 2 * 768
+            _, _, model = gpt("--model", name)
+        per_block = 12 * width**2 + 4 * width  # attention 4, perceptron 8; two norms
+        assert sum(p.numel() for p in model.parameters()) == depth * per_block + 256 * width + 2 * width
 
     @pytest.mark.parametrize("balance", ["parameters", "cost"])
     def test_parts_equal_the_model_and_share_the_tied_matrix(self, balance):

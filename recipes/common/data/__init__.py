@@ -1,7 +1,8 @@
 """Data sets, and batches of them by index: a recipe decides which indices are its rank's share.
 
-Small data sets are on the device as one uint8 tensor, which is indexed. Images in folders and in shards are
-decoded in worker processes (imagefolder.py, shards.py). A recipe sees a `Split` of either.
+Small data sets are on the device as one uint8 tensor, which is indexed. Worker processes read and decode images in
+folders and in shards, and read files of tokens (imagefolder.py, shards.py, tokens.py). A recipe sees a `Split` of
+either.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def load_data(
     """Return the data set of --data; data that are held in memory are on the device.
 
     `on_bad_image` gets the error of an image that cannot be read or decoded (unless --skip-bad-images counts it),
-    or of a user's sample. It must not raise: the batch has a substitute for that sample, so that this rank takes
-    part in collectives until all ranks stop together. `found` is rank 0's find_for_all_ranks().
+    of tokens, or of a user's sample. It must not raise: the batch has a substitute for that sample, so that this
+    rank takes part in collectives until all ranks stop together. `found` is rank 0's find_for_all_ranks().
 
     Raises UserError if the data are missing, empty or malformed, or --task does not accept them.
     """
@@ -82,6 +83,10 @@ def _load(args: Options, device: torch.device, on_bad_image: Callable[[UserError
         from recipes.common.data.text import load_text
 
         return load_text(args, device)
+    if args.data == "tokens":
+        from recipes.common.data.tokens import load_tokens
+
+        return load_tokens(args, device, on_bad_image)
     if is_user_code(args.data):
         from recipes.common.data.user_data import load_user_data
 

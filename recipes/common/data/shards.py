@@ -17,7 +17,6 @@ import itertools
 import json
 import os
 import re
-import resource
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
@@ -33,6 +32,7 @@ from isal import isal_zlib
 from recipes.common.data.cache import Cache, open_cache
 from recipes.common.data.imagefolder import Images, data_of, find_images
 from recipes.common.data.images import read
+from recipes.common.data.open_files import OpenFiles
 from recipes.common.data.splits import Data, digest
 from recipes.common.data.stores import PART_BYTES, Store, begin, open_store, printable
 from recipes.common.data.workers import Keys, Sample
@@ -72,11 +72,7 @@ class ShardedImages(Images):
         fields = {**fields, "crc": fields["crc"].astype(np.int64)}
         self.fields = {name: torch.from_numpy(fields[name]) for name in FIELDS}
         self.labels = self.fields["label"]
-        self.files: dict[int, int] = {}
-        """Open files, by shard."""
-        # A few terabytes have more shards than a process may open files, and workers' batches are files, too.
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self.most_files = len(shards) if limit == resource.RLIM_INFINITY else max(1, limit // 4)
+        self.open_files = OpenFiles()
 
     def path(self, index: int) -> str:
         """Return an image's shard and its offset there, for messages."""
@@ -99,12 +95,8 @@ class ShardedImages(Images):
             OSError: the shard cannot be read.
             ValueError: the bytes are not those that were packed.
         """
-        shard = self._value("shard", index)
-        if shard not in self.files:
-            if len(self.files) >= self.most_files:
-                os.close(self.files.pop(next(iter(self.files))))
-            self.files[shard] = os.open(f"{self.folder}/{self.shards[shard]}", os.O_RDONLY | os.O_CLOEXEC)
-        content = os.pread(self.files[shard], self._value("size", index), self._value("offset", index))
+        path = f"{self.folder}/{self._shard(index)}"
+        content = self.open_files.read(path, self._value("offset", index), self._value("size", index))
         if not self.is_packed(index, content):
             raise ValueError("its checksum is not that of the image that was packed")
         return content

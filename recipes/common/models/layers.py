@@ -23,7 +23,7 @@ def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     is_torchvisions = type(model).__module__.startswith("torchvision.models.")
     flattened_before = FLATTENED_BEFORE.get(family) if is_torchvisions else None
     if not is_sequence and not flattened_before:
-        known = "lenet, vit-tiny, gpt-tiny, gpt-small, resnet*, resnext*, wide_resnet*, vgg* and alexnet"
+        known = "lenet, vit-tiny, gpt-*, resnet*, resnext*, wide_resnet*, vgg* and alexnet"
         own = "your own that applies its children in order and has is_sequence = True"
         what = f"--model: {family} is not a plain sequence of layers and cannot be split"
         raise UserError(f"{what}; use {known}, or {own}")

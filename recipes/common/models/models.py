@@ -68,8 +68,11 @@ BUILT_IN_MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {"lenet": LeN
 MIN_IMAGE_SIZE = {"lenet": 8, "vit-tiny": 2}
 GPTS = {
     "gpt-tiny": {"width": 64, "depth": 4, "heads": 4},  # 0.2 M parameters
-    "gpt-small": {"width": 768, "depth": 12, "heads": 12},  # 85 M: GPT-2 small, but for its vocabulary
+    "gpt-small": {"width": 768, "depth": 12, "heads": 12},  # 85 M, and the vocabulary's 768 each: GPT-2 small
+    "gpt-medium": {"width": 1024, "depth": 24, "heads": 16},  # 302 M: GPT-2 medium
+    "gpt-xl": {"width": 2048, "depth": 24, "heads": 16},  # 1.2 G: GPT-3 XL
 }
+GPT_NAMES = "gpt-tiny, gpt-small, gpt-medium or gpt-xl"
 
 
 def build_model(args: Options, data: Data, device: torch.device = CPU) -> nn.Module:
@@ -108,14 +111,15 @@ def make_model(args: Options, data: Data) -> nn.Module:
         model: nn.Module = build_user_model(args, data)
     elif args.model in GPTS:
         if not has_tokens:
-            raise UserError(f"--model {args.model} takes tokens, and --data {args.data} has none; use --data text")
+            fix = "use --data text or tokens"
+            raise UserError(f"--model {args.model} takes tokens, and --data {args.data} has none; {fix}")
         from recipes.common.models.gpt import GPT
 
         model = GPT(data.num_classes or 0, **GPTS[args.model])
     elif data.has_images:
         model = _image_model(args, data)
     else:
-        fix = f"use {' or '.join(GPTS)}" if has_tokens else "give your own by --model package.module:function"
+        fix = f"use {GPT_NAMES}" if has_tokens else "give your own by --model package.module:function"
         raise UserError(f"--model {args.model} takes images, and --data {args.data} has {data.input}; {fix}")
     return model
 

@@ -1,0 +1,148 @@
+"""--data tokens: text that a tokenizer has turned into numbers, in files below a folder.
+
+    numpy.array(ids, numpy.uint16).tofile("train.bin")
+
+writes such a file: 2 bytes per token, or 4 if --vocab-size is above 65536. nanoGPT's prepare.py writes the same.
+Files of llm.c and its successors begin with a header, which says how many tokens follow, and of how many bytes.
+Each file is cut into windows of --seq-len tokens. Worker processes read a window where it lies, so that a data set
+may be larger than the memory.
+
+Sources: https://github.com/karpathy/nanoGPT (data/openwebtext), https://github.com/karpathy/llm.c (dev/data).
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from recipes.common.data.open_files import OpenFiles
+from recipes.common.data.splits import Data, Spec, digest
+from recipes.common.data.workers import LoadedSplit, Sample
+from recipes.common.errors import UserError, as_user_error
+from recipes.common.options import Options
+
+HALF = re.compile(r"(?!\.).*?(train|val).*\.bin")
+"""The name of a file of tokens, which is not hidden: the first of the two words says which half it belongs to."""
+
+HEADER_BYTES = 1024
+MARKS = {20240520: 2, 20240801: 4}
+"""The first number of a header (GPT-2's and Llama 3's tokens): the bytes of each token. The third counts them."""
+
+FINGERPRINT_WINDOWS = 64
+"""Up to this many windows of a half, evenly spaced, go into its digest."""
+
+FIX = "fix this, then add --resume auto"
+
+
+class TokenFile(NamedTuple):
+    """Where the tokens of a file lie."""
+
+    path: str
+    offset: int
+    """Of the first token, in bytes."""
+    num_tokens: int
+    width: int
+    """Bytes of a token."""
+
+    def read(self, files: OpenFiles, start: int, count: int) -> np.ndarray:
+        """Return `count` tokens from `start` on, int64; raises OSError if they cannot be read, or ValueError."""
+        content = files.read(self.path, self.offset + start * self.width, count * self.width)
+        if len(content) < count * self.width:
+            raise ValueError("it has become shorter")
+        return np.frombuffer(content, f"<u{self.width}").astype(np.int64)
+
+
+def inspect_file(path: Path, width: int) -> TokenFile:
+    """Return where a file's tokens lie, each of `width` bytes unless a header says otherwise.
+
+    Raises UserError if it cannot be read, or has another size than its tokens.
+    """
+    with as_user_error("read", path), open(path, "rb") as file:
+        start, size = file.read(12), file.seek(0, 2)
+    count, left = divmod(size, width)
+    found = TokenFile(str(path), 0, count, width)
+    mark, _, marked_count = struct.unpack("<3i", start.ljust(12, b"\0"))
+    if mark in MARKS:
+        found = TokenFile(str(path), HEADER_BYTES, marked_count, MARKS[mark])
+        left = size - found.offset - found.num_tokens * found.width
+    if left:
+        what = f"{path} has {size} bytes, which are not {found.num_tokens} tokens of {found.width} bytes each"
+        raise UserError(f"--data tokens: {what}; copy it again, or give the --vocab-size that it was written for")
+    return found
+
+
+class TokenWindows(Dataset[Sample]):
+    """Windows of seq_len tokens by (epoch, index); each token's target is the one after it.
+
+    Neighbours share a token, the last target of one and the first input of the next. The tokens of a file that do
+    not fill a window are left out. A window that cannot be read comes back as zeros, with its fault.
+    """
+
+    def __init__(self, files: Sequence[TokenFile], seq_len: int, vocab_size: int) -> None:
+        self.files, self.seq_len, self.vocab_size = files, seq_len, vocab_size
+        self.ends = np.cumsum([max(0, file.num_tokens - 1) // seq_len for file in files])
+        self.open_files = OpenFiles()
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __getitem__(self, key: tuple[int, int]) -> Sample:
+        _, index = key
+        number = int(self.ends.searchsorted(index, side="right"))
+        file, later = self.files[number], self.ends[number] - index
+        start = ((file.num_tokens - 1) // self.seq_len - int(later)) * self.seq_len
+        try:
+            tokens = file.read(self.open_files, start, self.seq_len + 1)
+            if (largest := tokens.max()) >= self.vocab_size:
+                raise ValueError(f"token {largest} is not below --vocab-size {self.vocab_size}")
+            fault = ""
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            fault = f"--data tokens: cannot use {file.path} at token {start}: {reason}; {FIX}"
+            tokens = np.zeros(self.seq_len + 1, np.int64)
+        window = torch.from_numpy(tokens)
+        return Sample(window[:-1], window[1:], fault)
+
+    def fingerprint(self) -> str:
+        """Return a string that identifies the windows: their number, and a digest of the files' sizes and of some.
+
+        Raises UserError if one of these cannot be read.
+        """
+        samples = [self[0, index] for index in range(0, len(self), -(-len(self) // FINGERPRINT_WINDOWS))]
+        for sample in samples:
+            if sample.fault:
+                raise UserError(sample.fault.removesuffix(f"; {FIX}"))
+        counts = torch.tensor([file.num_tokens for file in self.files])
+        return f"{len(self)} windows with digest {digest(counts, *(sample.input for sample in samples)):08x}"
+
+
+def load_tokens(args: Options, device: torch.device, on_fault: Callable[[UserError], None]) -> Data:
+    """Return the tokens below --data-dir as a data set; `on_fault` gets the error of a window that fails later.
+
+    Raises UserError if there are no files, one of them has a wrong size, or they hold too few tokens.
+    """
+    with as_user_error("read", args.data_dir):
+        paths = sorted(args.data_dir.iterdir())
+    width = 2 if args.vocab_size <= 2**16 else 4
+
+    def split(half: str) -> LoadedSplit:
+        named = [path for path in paths if (match := HALF.fullmatch(path.name)) and match[1] == half]
+        if not named:
+            what = f"{args.data_dir} has no file of tokens with {half!r} in its name, such as {half}.bin"
+            raise UserError(f"--data tokens: {what}; docs/data.md says how to write it")
+        windows = TokenWindows([inspect_file(path, width) for path in named], args.seq_len, args.vocab_size)
+        if not len(windows):
+            longest = max(file.num_tokens for file in windows.files)
+            what = f"the {half} files in {args.data_dir} have at most {longest} tokens, too few for a window"
+            raise UserError(f"--data tokens: {what} of --seq-len {args.seq_len} and the token after it")
+        return LoadedSplit(windows, args, device, on_fault)
+
+    tokens = Spec((args.seq_len,), torch.int64)
+    return Data(split("train"), split("val"), tokens, tokens, args.vocab_size, "tokens")

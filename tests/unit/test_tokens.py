@@ -1,0 +1,132 @@
+"""Files of tokens: their formats, the windows that they are cut into, and what is wrong with bad ones."""
+
+import numpy as np
+import pytest
+import torch
+
+from recipes.common.data import load_data
+from recipes.common.data.tokens import HEADER_BYTES
+from recipes.common.errors import UserError
+from recipes.single.train import options
+from tests.conftest import refused
+
+LENGTH = 4
+LARGEST = 2**16 + 1
+
+
+def write(path, tokens, kind=np.uint16, magic=0):
+    """Write a file of tokens, with llm.c's header if there is a magic number."""
+    header = np.zeros(HEADER_BYTES // 4, np.int32)
+    header[:3] = magic, 1, len(tokens)
+    path.write_bytes((header.tobytes() if magic else b"") + np.array(tokens, kind).tobytes())
+
+
+def load(folder, *argv, on_fault=print):
+    words = ["--data", "tokens", "--data-dir", str(folder), "--seq-len", str(LENGTH), "--workers", "0", *argv]
+    return load_data(options(words), torch.device("cpu"), on_fault)
+
+
+def windows(split):
+    """Return the inputs and targets of all windows of a split, as lists."""
+    ((inputs, targets),) = split.batches([torch.arange(len(split))], 0)
+    assert inputs.dtype == targets.dtype == torch.int64
+    return list(zip(inputs.tolist(), targets.tolist(), strict=True))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Write one file for training and one for the test, each longer than its windows by some tokens."""
+    write(tmp_path / "train.bin", range(15))
+    write(tmp_path / "val.bin", range(5))
+    return tmp_path
+
+
+def test_a_window_ends_where_the_next_begins_and_a_rest_is_left_out(folder):
+    data = load(folder)
+    assert windows(data.train) == [([i, i + 1, i + 2, i + 3], [i + 1, i + 2, i + 3, i + 4]) for i in (0, 4, 8)]
+    assert windows(data.test) == [([0, 1, 2, 3], [1, 2, 3, 4])]
+    assert (data.kind, data.num_classes, data.input.shape) == ("tokens", 50_304, (LENGTH,))
+
+
+def test_windows_do_not_cross_files(folder):
+    """A file of 4 tokens has no window of 4 and the token after it; hidden files are not read."""
+    write(folder / "more_train_000002.bin", range(100, 109))
+    write(folder / "a_train_000001.bin", range(4))
+    write(folder / "._train.bin", range(200, 300))
+    (folder / "README.md").write_text("train")
+    firsts = [inputs[0] for inputs, _ in windows(load(folder).train)]
+    assert firsts == [100, 104, 0, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("kind", "magic", "argv"),
+    [
+        (np.uint16, 0, ()),
+        (np.uint32, 0, ("--vocab-size", "128256")),
+        (np.uint16, 20240520, ()),
+        (np.uint16, 20240520, ("--vocab-size", "128256")),
+        (np.uint32, 20240801, ("--vocab-size", "128256")),
+    ],
+)
+def test_formats(tmp_path, kind, magic, argv):
+    """A header says how many bytes a token has, else the size of the vocabulary does."""
+    tokens = [50_000, 1, LARGEST if kind is np.uint32 else 7, 3, 4]
+    for name in ("train.bin", "val.bin"):
+        write(tmp_path / name, tokens, kind, magic)
+    assert windows(load(tmp_path, *argv).train) == [(tokens[:-1], tokens[1:])]
+
+
+@pytest.mark.parametrize(
+    ("change", "argv", "said"),
+    [
+        (lambda folder: (folder / "val.bin").unlink(), (), "has no file of tokens with 'val' in its name"),
+        (lambda folder: write(folder / "val.bin", range(4)), (), "at most 4 tokens, too few for a window of"),
+        (lambda folder: write(folder / "val.bin", []), (), "at most 0 tokens, too few for a window of"),
+        (lambda folder: (folder / "val.bin").write_bytes(b"odd"), (), "val.bin has 3 bytes, which are not 1 "),
+        (lambda folder: None, ("--vocab-size", "70000"), "has 30 bytes, which are not 7 tokens of 4 bytes"),
+        (lambda folder: None, ("--vocab-size", "12"), "token 8: token 12 is not below --vocab-size 12"),
+        (lambda folder: (folder / "x_val.bin").mkdir(), (), "cannot read .*x_val.bin: Is a directory"),
+        (lambda folder: None, ("--data-dir", "no-such-folder"), "cannot read no-such-folder: No such file"),
+    ],
+)
+def test_bad_files_are_one_line(folder, change, argv, said):
+    change(folder)
+    with pytest.raises(UserError, match=said):
+        load(folder, *argv).train.fingerprint()
+
+
+def test_a_header_that_counts_other_tokens_than_there_are_is_refused(folder):
+    """As after a copy that broke off."""
+    write(folder / "train.bin", range(9), magic=20240520)
+    path = folder / "train.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(UserError, match="has 1040 bytes, which are not 9 tokens of 2 bytes each; copy it again"):
+        load(folder)
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_file_that_fails_later_ends_the_run(folder, workers):
+    """The fingerprint has read it in this process; workers open it themselves."""
+    faults = []
+    data = load(folder, "--workers", workers, on_fault=faults.append)
+    assert data.train.fingerprint().startswith("3 windows with digest ")
+    write(folder / "train.bin", [*range(5), 60_000, *range(6)])
+    ((inputs, _),) = data.train.batches([torch.tensor([0, 1, 2])], 0)
+    assert inputs.tolist() == [[0, 1, 2, 3], [0] * 4, [0] * 4]
+    wrong, short = map(str, faults)
+    assert "train.bin at token 4: token 60000 is not below --vocab-size 50304; " in wrong
+    assert "train.bin at token 8: it has become shorter; fix this, then add --resume auto" in short
+
+
+def test_the_fingerprint_tells_files_apart(folder):
+    before = load(folder).train.fingerprint()
+    assert load(folder).train.fingerprint() == before
+    write(folder / "train.bin", [*range(14), 99])  # of the rest, which no window has
+    assert load(folder).train.fingerprint() == before
+    write(folder / "train.bin", [1, *range(1, 15)])
+    assert load(folder).train.fingerprint() != before
+
+
+def test_the_vocabulary_of_other_data_is_their_own():
+    with refused("--vocab-size 100 is for --data tokens; drop it"):
+        options(["--data", "text", "--vocab-size", "100"])
