@@ -28,7 +28,7 @@ def require_backend(backend):
     if backend == "apex":
         world = recipe.World(0, 1, torch.device("cuda", 0), None, None)
         why = recipe.why_not_apex(recipe.options([]), world)
-        remedy = "pip install --no-build-isolation git+https://github.com/NVIDIA/apex@25.05"
+        remedy = ".venv/bin/pip install --no-build-isolation git+https://github.com/NVIDIA/apex@25.05"
         require("apex", not why, why, remedy)
 
 

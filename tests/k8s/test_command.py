@@ -671,7 +671,7 @@ def test_in_a_real_cluster(kind):
         "cluster",
         os.environ.get("K8S_E2E") == "1" and os.environ.get("KUBECONFIG"),
         "K8S_E2E and KUBECONFIG are not set",
-        "see k8s/README.md for a small cluster, then K8S_E2E=1 make test-all ARGS=tests/k8s",
+        "see k8s/README.md for a small cluster, then KUBECONFIG=FILE K8S_E2E=1 make test ARGS=tests/k8s",
     )
     recipe = simulation.recipe_for(kind)
     name = f"e2e-{kind}"
