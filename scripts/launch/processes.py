@@ -115,18 +115,23 @@ def run_with_signals(
     received: list[int] = []
     process: subprocess.Popen[bytes] | None = None
 
+    def send(number: int) -> None:
+        # Not send_signal(): it would reap a process that has ended, for which the loop below waits.
+        if process and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
     def pass_on(number: int, frame: FrameType | None) -> None:
         if number not in received:
             received.append(number)
             on_stop()
-            if process:
-                process.send_signal(number)
+            send(number)
 
     for number in STOP_SIGNALS:
         signal.signal(number, pass_on)
     process = subprocess.Popen(command, env=env, process_group=process_group)
     for early in received:  # received before the process existed
-        process.send_signal(early)
+        send(early)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a launcher may have blocked them
     while True:
         pid, wait_status = os.wait()

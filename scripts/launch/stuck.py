@@ -29,7 +29,7 @@ def is_stuck(pid: int, proc: Path = Path("/proc")) -> bool:
     """Return whether a thread of a process has KILL pending: it waits in the kernel, as for a dead file server."""
     for path in (proc / str(pid) / "task").glob("*/status"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            fields = dict(line.split(":", 1) for line in path.read_text().splitlines())
+            fields = dict(line.split(":", 1) for line in path.read_text(errors="replace").splitlines())
             if int(fields["SigPnd"], 16) & 1 << (signal.SIGKILL - 1):
                 return True
     return False

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 from unittest.mock import Mock
@@ -638,6 +639,14 @@ def test_a_stop_that_comes_before_the_command_is_started_reaches_it(monkeypatch)
     monkeypatch.setattr(subprocess, "Popen", start_late)
     status, received = processes.run(["sleep", "60"], dict(os.environ))
     assert (status, received) == (128 + signal.SIGTERM, [signal.SIGTERM])
+
+
+def test_a_command_that_ends_while_its_stop_is_noted_keeps_its_status():
+    """The note may go to a slow file server."""
+    own = os.getpid()
+    code = f"import os, sys, time; os.kill({own}, {signal.SIGTERM:d}); time.sleep(0.2); sys.exit(3)"
+    ended = processes.run([sys.executable, "-c", code], dict(os.environ), on_stop=lambda: time.sleep(1))
+    assert ended == (3, [signal.SIGTERM])
 
 
 def test_two_scripts_at_once_in_one_folder_are_refused(tmp_path):

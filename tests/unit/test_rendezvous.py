@@ -900,6 +900,13 @@ def test_a_process_with_kill_pending_is_stuck(tmp_path):
     assert not stuck.is_stuck(os.getpid())
 
 
+def test_a_rank_whose_name_is_cut_within_a_letter_is_not_stuck(tmp_path):
+    """Linux keeps 15 bytes of a thread's name, which setproctitle or a script has set."""
+    (tmp_path / "7/task/7").mkdir(parents=True)
+    (tmp_path / "7/task/7/status").write_bytes(b"Name:\tentra\xc3\xaenements\xc3\nSigPnd:\t0000000000000000\n")
+    assert not stuck.is_stuck(7, tmp_path)
+
+
 @pytest.mark.parametrize("start", ["torchrun", "processes"])
 def test_a_rank_that_cannot_end_ends_its_launcher(monkeypatch, tmp_path, start):
     """A FUSE mount whose server is stopped keeps a killed rank; the launcher would wait for it for ever."""
