@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from recipes.common.process.node import Failure, cause_of, status_of
 from recipes.common.process.parent import LAUNCHER_PID
@@ -20,6 +22,9 @@ from scripts.launch import script
 from scripts.launch.processes import end_sessions, wait_for
 from scripts.launch.rejoin import HAS_RETURNED, report_unsaved_stop
 from scripts.launch.stuck import LOOK_EVERY_S, StuckRanks
+
+if TYPE_CHECKING:
+    import psutil
 
 END_SIGNAL = signal.SIGUSR2
 """Ends the other processes of a node once one has failed: it kills at once, and shows who sent it."""
@@ -38,6 +43,9 @@ STATUS_WAIT_S = 1.0
 
 STOPPED_BY: set[int] = set()
 """Stop signals that this agent has received."""
+
+_sent: set[tuple[psutil.Process, int]] = set()
+_sending = threading.Lock()
 
 SAVING = threading.Event()
 """Set while ranks of an elastic job may write a checkpoint before a node joins or leaves."""
@@ -62,7 +70,6 @@ def pass_signals_on(logs: str) -> None:
     """
     import psutil
 
-    sent = set()
     while True:
         received = signal.Signals(signal.sigwait(STOP_SIGNALS))
         if announce_stop and STOPPED_BY:
@@ -85,10 +92,21 @@ def pass_signals_on(logs: str) -> None:
                 status = report_unsaved_stop(received)
             shutil.rmtree(logs, ignore_errors=True)
             os._exit(status)
-        # Launchers repeat a signal, and a second one would interrupt a script that saves in its handler.
-        for worker in workers:
-            if (worker, received) not in sent:
-                sent.add((worker, received))
+        send_stop_signals()
+
+
+def send_stop_signals() -> None:
+    """Send the stop signals that this agent has received to those of its processes that have not had them.
+
+    Call it after ranks are started, too: a signal that came meanwhile has reached only some of them.
+    """
+    import psutil
+
+    with _sending:
+        for worker, received in itertools.product(psutil.Process().children(), tuple(STOPPED_BY)):
+            # Launchers repeat a signal, and a second one would interrupt a script that saves in its handler.
+            if (worker, received) not in _sent:
+                _sent.add((worker, received))
                 with contextlib.suppress(psutil.NoSuchProcess):
                     worker.send_signal(received)
 
@@ -112,6 +130,8 @@ def run_processes(command: list[str], environments: dict[int, dict[str, str]], l
     processes = {
         rank: subprocess.Popen(command, env=own, start_new_session=True) for rank, own in environments.items()
     }
+    if STOPPED_BY:
+        send_stop_signals()
     stuck, ranks = StuckRanks(), {process.pid: rank for rank, process in processes.items()}
     running = list(processes.values())
     try:

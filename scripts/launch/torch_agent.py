@@ -44,6 +44,7 @@ from scripts.launch.rank_processes import (
     STOPPED_BY,
     node_status,
     rank_command,
+    send_stop_signals,
 )
 from scripts.launch.recipe_options import read_option
 from scripts.launch.stuck import LOOK_EVERY_S, StuckRanks
@@ -68,6 +69,8 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids = super()._start_workers(worker_group)
+        if STOPPED_BY:
+            send_stop_signals()
         context = self._pcontext
         assert context is not None
         context.close = partial(end_ranks, context, context.close)  # type: ignore[method-assign]

@@ -343,6 +343,7 @@ def test_a_rank_that_saves_is_left_to_finish_by_horovods_agent_too(monkeypatch, 
     code += "open(os.environ['SAVED'], 'w').close()"
     monkeypatch.setenv("SCRIPT", "train.py")
     monkeypatch.setattr(rank_processes, "STOPPED_BY", {signal.SIGTERM})
+    monkeypatch.setattr(rank_processes, "send_stop_signals", lambda: None)  # rank 0 has a handler
     monkeypatch.setattr(rank_processes, "FAILURE_GRACE_S", 0.1)
     environments = {rank: {**os.environ, "RANK": str(rank), "SAVED": str(tmp_path / "saved")} for rank in (0, 1)}
     assert rank_processes.run_processes([sys.executable, "-c", code], environments, str(tmp_path)) == 0

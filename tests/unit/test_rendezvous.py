@@ -14,6 +14,7 @@ from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import psutil
 import pytest
 from torch.distributed import DistError, HashStore, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
@@ -582,6 +583,32 @@ def test_a_stop_signal_ends_a_node_whose_ranks_have_ended(
         rank_processes.pass_signals_on(str(logs))
     assert caught.value.code == status
     assert "".join(capfd.readouterr()) == said
+
+
+@pytest.mark.parametrize("start", ["torchrun", "processes"])
+def test_a_stop_signal_that_comes_while_ranks_are_started_reaches_all(monkeypatch, tmp_path, start):
+    """Kubernetes does not repeat it: a script's other ranks would run until they are killed."""
+    sleeper = [sys.executable, "-c", "import time; time.sleep(20); raise SystemExit(7)"]
+    monkeypatch.setattr(torch_agent, "rank_command", lambda recipe, options: sleeper)
+    ranks, start_process = [], subprocess.Popen.__init__
+
+    def start_rank(self, *words, **how):
+        start_process(self, *words, **how)
+        rank_processes.STOPPED_BY.add(signal.SIGTERM)
+        ranks.append(psutil.Process(self.pid))
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", start_rank)
+    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive=False: ranks)
+    run = partial(torch_agent.run, Node(1, 0, 2, "127.0.0.1", local.free_port(), 5), "ddp", [])
+    if start == "processes":  # Horovod's
+        run = partial(rank_processes.run_processes, sleeper, {0: dict(os.environ), 1: dict(os.environ)})
+    began = time.monotonic()
+    try:
+        assert run(str(tmp_path)) == 0
+    finally:
+        rank_processes.STOPPED_BY.clear()
+    assert len(ranks) == 2
+    assert time.monotonic() - began < 15
 
 
 def test_a_stop_signal_between_rounds_learns_how_the_ranks_have_ended(nodes, monkeypatch):
