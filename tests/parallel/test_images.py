@@ -146,7 +146,7 @@ def test_a_bad_test_image_is_named_too(spoilt, images, single, tmp_path, recipe)
     alone = "rank 1: " if recipe == "ddp" else ""  # whose share it is in; rank 0 prints the line
     assert outcome.refusal.startswith(f"error: {alone}{bad} does not decode")
     assert outcome.refusal in outcome.outputs[0]
-    kept = {"step": 3, "epoch": 0, "averages": {}, "best_score": 0.0}
+    kept = {"step": 3, "epoch": 0, "averages": {}, "best_score": 0.0, "evaluated_step": 0}
     assert newest_checkpoint(run)["position"] | {"best_score": 0.0} == kept, "the evaluation is not"
     assert not accuracies(run)
     shutil.copy(images / "val" / "class2" / "1.JPEG", bad)

@@ -76,7 +76,9 @@ def test_what_is_written_is_read(folder):
     path, read = read_newest(folder, set_aside=True)
     assert path.name == "step-000000040.pt"
     assert is_equal(read, written)
-    assert read["position"] == {"step": 40, "epoch": 4, "averages": {"test_accuracy": 0.5}, "best_score": 0.5}
+    averages = {"test_accuracy": 0.5}
+    kept = {"step": 40, "epoch": 4, "averages": averages, "best_score": 0.5, "evaluated_step": 0}
+    assert read["position"] == kept
     assert read["format"] == FORMAT
     data = {"data": "digits", "image_size": 224, "num_samples": 2048, "seq_len": 128, "shuffle_block": 1}
     model = {"model": "lenet", "task": "auto", "optimizer": "sgd", "global_batch_size": 64, "seed": 0}
