@@ -333,6 +333,7 @@ def test_a_signal_to_an_agent_that_is_about_to_end_is_no_error(monkeypatch, tmp_
     """An elastic node repeats a signal every second until its agent has ended."""
     monkeypatch.setattr(signal, "sigwait", lambda _: signal.SIGUSR1)
     monkeypatch.setattr(psutil.Process, "children", lambda _: [])
+    monkeypatch.setattr(rank_processes, "STOPPED_BY", set())
     rank_processes.pass_signals_on(str(tmp_path / "removed"))
 
 
