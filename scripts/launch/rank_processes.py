@@ -45,7 +45,9 @@ STOPPED_BY: set[int] = set()
 """Stop signals that this agent has received."""
 
 _sent: set[tuple[psutil.Process, int]] = set()
+"""The processes that this agent has sent a stop signal, each with the signal."""
 _sending = threading.Lock()
+"""Held while signals are sent: ranks start in another thread than the one that takes signals."""
 
 SAVING = threading.Event()
 """Set while ranks of an elastic job may write a checkpoint before a node joins or leaves."""
@@ -100,6 +102,8 @@ def send_stop_signals() -> None:
 
     Call it after ranks are started, too: a signal that came meanwhile has reached only some of them.
     """
+    if not STOPPED_BY:
+        return
     import psutil
 
     with _sending:
@@ -130,8 +134,7 @@ def run_processes(command: list[str], environments: dict[int, dict[str, str]], l
     processes = {
         rank: subprocess.Popen(command, env=own, start_new_session=True) for rank, own in environments.items()
     }
-    if STOPPED_BY:
-        send_stop_signals()
+    send_stop_signals()
     stuck, ranks = StuckRanks(), {process.pid: rank for rank, process in processes.items()}
     running = list(processes.values())
     try:

@@ -69,8 +69,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids = super()._start_workers(worker_group)
-        if STOPPED_BY:
-            send_stop_signals()
+        send_stop_signals()
         context = self._pcontext
         assert context is not None
         context.close = partial(end_ranks, context, context.close)  # type: ignore[method-assign]
