@@ -221,7 +221,10 @@ class RunOptions:
         0, non_negative_int, "steps between checkpoints besides those at each epoch's end; 0: none", "STEPS"
     )
     evaluate_every: int = option(
-        0, non_negative_int, "steps between evaluations besides those at each epoch's end; 0: none", "STEPS"
+        0,
+        non_negative_int,
+        "steps between evaluations, each with a checkpoint, besides those at each epoch's end; 0: none",
+        "STEPS",
     )
     async_checkpoints: bool = switch(
         "write checkpoints from a copy of the state while training continues", default=True

@@ -72,7 +72,7 @@ GPTS = {
     "gpt-medium": {"width": 1024, "depth": 24, "heads": 16},  # 302 M: GPT-2 medium
     "gpt-xl": {"width": 2048, "depth": 24, "heads": 16},  # 1.2 G: GPT-3 XL
 }
-GPT_NAMES = "gpt-tiny, gpt-small, gpt-medium or gpt-xl"
+GPT_NAMES = " or ".join(", ".join(GPTS).rsplit(", ", 1))
 
 
 def build_model(args: Options, data: Data, device: torch.device = CPU) -> nn.Module:
