@@ -63,7 +63,7 @@ def test_no_more_shards_are_open_than_a_process_may_have(images, whole):
     """A few terabytes have thousands of shards, and a process often may open only 1,024 files."""
     dataset = load("shards", whole).train.dataset
     assert len(dataset.shards) > 3
-    dataset.open_files.most = 2
+    dataset.files.most = 2
     before = len(os.listdir("/proc/self/fd"))
     folder = load("imagefolder", images).train.dataset
     assert [dataset.read(i) for i in range(len(dataset))] == [folder.read(i) for i in range(len(folder))]
@@ -74,7 +74,7 @@ def test_without_a_limit_on_open_files_all_shards_stay_open(whole, monkeypatch):
     no_limit = resource.RLIM_INFINITY
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (no_limit, no_limit))
     dataset = load("shards", whole).train.dataset
-    assert dataset.open_files.most > len(dataset.shards) > 3
+    assert dataset.files.most > len(dataset.shards) > 3
 
 
 def test_the_index_of_a_hundred_million_images_is_not_too_large(images, whole, monkeypatch):

@@ -30,9 +30,9 @@ import torch
 from isal import isal_zlib
 
 from recipes.common.data.cache import Cache, open_cache
+from recipes.common.data.file_pool import FilePool
 from recipes.common.data.imagefolder import Images, data_of, find_images
 from recipes.common.data.images import read
-from recipes.common.data.open_files import OpenFiles
 from recipes.common.data.splits import Data, digest
 from recipes.common.data.stores import PART_BYTES, Store, begin, open_store, printable
 from recipes.common.data.workers import Keys, Sample
@@ -72,7 +72,7 @@ class ShardedImages(Images):
         fields = {**fields, "crc": fields["crc"].astype(np.int64)}
         self.fields = {name: torch.from_numpy(fields[name]) for name in FIELDS}
         self.labels = self.fields["label"]
-        self.open_files = OpenFiles()
+        self.files = FilePool()
 
     def path(self, index: int) -> str:
         """Return an image's shard and its offset there, for messages."""
@@ -96,7 +96,7 @@ class ShardedImages(Images):
             ValueError: the bytes are not those that were packed.
         """
         path = f"{self.folder}/{self._shard(index)}"
-        content = self.open_files.read(path, self._value("offset", index), self._value("size", index))
+        content = self.files.read(path, self._value("offset", index), self._value("size", index))
         if not self.is_packed(index, content):
             raise ValueError("its checksum is not that of the image that was packed")
         return content

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from recipes.common.data.open_files import OpenFiles
+from recipes.common.data.file_pool import FilePool
 from recipes.common.data.splits import Data, Spec, digest
-from recipes.common.data.workers import LoadedSplit, Sample
+from recipes.common.data.workers import LoadedSplit, Sample, read_evenly
 from recipes.common.errors import UserError, as_user_error
 from recipes.common.options import Options
 
@@ -38,8 +38,6 @@ MARKS = {20240520: 2, 20240801: 4}
 FINGERPRINT_WINDOWS = 64
 """Up to this many windows of a half, evenly spaced, go into its digest."""
 
-FIX = "fix this, then add --resume auto"
-
 
 class TokenFile(NamedTuple):
     """Where the tokens of a file lie."""
@@ -51,7 +49,7 @@ class TokenFile(NamedTuple):
     width: int
     """Bytes of a token."""
 
-    def read(self, files: OpenFiles, start: int, count: int) -> np.ndarray:
+    def read(self, files: FilePool, start: int, count: int) -> np.ndarray:
         """Return `count` tokens from `start` on, int64; raises OSError if they cannot be read, or ValueError."""
         content = files.read(self.path, self.offset + start * self.width, count * self.width)
         if len(content) < count * self.width:
@@ -66,16 +64,14 @@ def inspect_file(path: Path, width: int) -> TokenFile:
     """
     with as_user_error("read", path), open(path, "rb") as file:
         start, size = file.read(12), file.seek(0, 2)
-    count, left = divmod(size, width)
-    found = TokenFile(str(path), 0, count, width)
+    offset, count = 0, size // width
     mark, _, marked_count = struct.unpack("<3i", start.ljust(12, b"\0"))
     if mark in MARKS:
-        found = TokenFile(str(path), HEADER_BYTES, marked_count, MARKS[mark])
-        left = size - found.offset - found.num_tokens * found.width
-    if left:
-        what = f"{path} has {size} bytes, which are not {found.num_tokens} tokens of {found.width} bytes each"
+        offset, count, width = HEADER_BYTES, marked_count, MARKS[mark]
+    if size != offset + count * width:
+        what = f"{path} has {size} bytes, which are not {count} tokens of {width} bytes each"
         raise UserError(f"--data tokens: {what}; copy it again, or give the --vocab-size that it was written for")
-    return found
+    return TokenFile(str(path), offset, count, width)
 
 
 class TokenWindows(Dataset[Sample]):
@@ -87,25 +83,26 @@ class TokenWindows(Dataset[Sample]):
 
     def __init__(self, files: Sequence[TokenFile], seq_len: int, vocab_size: int) -> None:
         self.files, self.seq_len, self.vocab_size = files, seq_len, vocab_size
-        self.ends = np.cumsum([max(0, file.num_tokens - 1) // seq_len for file in files])
-        self.open_files = OpenFiles()
+        counts = [max(0, file.num_tokens - 1) // seq_len for file in files]
+        self.begins = np.cumsum([0, *counts])
+        """The first window of each file, and the number of all."""
+        self.pool = FilePool()
 
     def __len__(self) -> int:
-        return int(self.ends[-1])
+        return int(self.begins[-1])
 
     def __getitem__(self, key: tuple[int, int]) -> Sample:
         _, index = key
-        number = int(self.ends.searchsorted(index, side="right"))
-        file, later = self.files[number], self.ends[number] - index
-        start = ((file.num_tokens - 1) // self.seq_len - int(later)) * self.seq_len
+        number = int(self.begins.searchsorted(index, side="right")) - 1
+        file, start = self.files[number], (index - int(self.begins[number])) * self.seq_len
         try:
-            tokens = file.read(self.open_files, start, self.seq_len + 1)
+            tokens = file.read(self.pool, start, self.seq_len + 1)
             if (largest := tokens.max()) >= self.vocab_size:
                 raise ValueError(f"token {largest} is not below --vocab-size {self.vocab_size}")
             fault = ""
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            fault = f"--data tokens: cannot use {file.path} at token {start}: {reason}; {FIX}"
+            fault = f"--data tokens: cannot use {file.path} at token {start}: {reason}"
             tokens = np.zeros(self.seq_len + 1, np.int64)
         window = torch.from_numpy(tokens)
         return Sample(window[:-1], window[1:], fault)
@@ -115,12 +112,9 @@ class TokenWindows(Dataset[Sample]):
 
         Raises UserError if one of these cannot be read.
         """
-        samples = [self[0, index] for index in range(0, len(self), -(-len(self) // FINGERPRINT_WINDOWS))]
-        for sample in samples:
-            if sample.fault:
-                raise UserError(sample.fault.removesuffix(f"; {FIX}"))
+        inputs = [sample.input for sample in read_evenly(self, FINGERPRINT_WINDOWS)]
         counts = torch.tensor([file.num_tokens for file in self.files])
-        return f"{len(self)} windows with digest {digest(counts, *(sample.input for sample in samples)):08x}"
+        return f"{len(self)} windows with digest {digest(counts, *inputs):08x}"
 
 
 def load_tokens(args: Options, device: torch.device, on_fault: Callable[[UserError], None]) -> Data:
@@ -132,6 +126,9 @@ def load_tokens(args: Options, device: torch.device, on_fault: Callable[[UserErr
         paths = sorted(args.data_dir.iterdir())
     width = 2 if args.vocab_size <= 2**16 else 4
 
+    def report(error: UserError) -> None:
+        on_fault(UserError(f"{error}; fix this, then add --resume auto"))
+
     def split(half: str) -> LoadedSplit:
         named = [path for path in paths if (match := HALF.fullmatch(path.name)) and match[1] == half]
         if not named:
@@ -142,7 +139,7 @@ def load_tokens(args: Options, device: torch.device, on_fault: Callable[[UserErr
             longest = max(file.num_tokens for file in windows.files)
             what = f"the {half} files in {args.data_dir} have at most {longest} tokens, too few for a window"
             raise UserError(f"--data tokens: {what} of --seq-len {args.seq_len} and the token after it")
-        return LoadedSplit(windows, args, device, on_fault)
+        return LoadedSplit(windows, args, device, report)
 
     tokens = Spec((args.seq_len,), torch.int64)
     return Data(split("train"), split("val"), tokens, tokens, args.vocab_size, "tokens")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from recipes.common.data.splits import Batch, Data, MemorySplit, Spec, Split, digest
-from recipes.common.data.workers import LoadedSplit, Sample, check_sendable
+from recipes.common.data.workers import LoadedSplit, Sample, check_sendable, read_evenly
 from recipes.common.errors import UserError, nearest
 from recipes.common.options import Options
 from recipes.common.seeding import mix, seed_all
@@ -87,12 +87,7 @@ class SeededSamples(Dataset[Any]):
 
         Raises UserError if one of them cannot be read.
         """
-        values: list[Tensor] = []
-        for index in range(0, len(self), -(-len(self) // FINGERPRINT_SAMPLES)):
-            sample = self[0, index]
-            if sample.fault:
-                raise UserError(sample.fault)
-            values += sample[:2]
+        values = [value for sample in read_evenly(self, FINGERPRINT_SAMPLES) for value in sample[:2]]
         return f"{len(self)} samples with digest {digest(*values):08x}"
 
 

@@ -185,6 +185,15 @@ class Sample(NamedTuple):
     """Whether it was read but is no image, which --skip-bad-images may skip. Other faults say what to do."""
 
 
+def read_evenly(dataset: Any, most: int) -> list[Sample]:
+    """Return up to `most` samples of a data set, evenly spaced; raises UserError if one cannot be read."""
+    samples = [dataset[0, index] for index in range(0, len(dataset), -(-len(dataset) // most))]
+    for sample in samples:
+        if sample.fault:
+            raise UserError(sample.fault)
+    return samples
+
+
 class Keys(list[tuple[int, int]]):
     """(epoch, index) of each sample of a batch."""
 

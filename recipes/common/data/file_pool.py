@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 from typing import Any
 
 
-class OpenFiles:
+class FilePool:
     """Read files by path; each process that gets a copy opens them anew.
 
     At most `most` are open, a quarter of those that a process may open: a few terabytes have more files than that,
@@ -16,7 +17,7 @@ class OpenFiles:
 
     def __init__(self) -> None:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self.most = max(1, limit // 4) if limit != resource.RLIM_INFINITY else 2**20
+        self.most = max(1, limit // 4) if limit != resource.RLIM_INFINITY else math.inf
         self.descriptors: dict[str, int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
