@@ -127,7 +127,7 @@ begin_job() {
     for variable in ${container_prefix:+"${container_env[@]}"}; do export "$container_prefix$variable=${!variable}"; done
     if [[ -n ${SCRIPT:-} ]]; then
         begin_script "$name"
-        go_on="to resume: NAME=$name RESUME=auto SCRIPT=$SCRIPT sbatch ..."
+        go_on="to resume: NAME=$name RESUME=auto SCRIPT=$(printf %q "$SCRIPT") sbatch ..."
     else
         refuse_in_config "$(option --config "" "$@")"
         run_dir=$(option --runs-dir runs "$@")/$(option --name "$name" "$@")
@@ -182,10 +182,13 @@ set_options() {
     if [[ $recipe == probe ]]; then return; fi # it keeps no record
     options=(--name "$name" "${options[@]}")
     # A requeued job resumes its own record, if there is one, whatever checkpoint it started from.
-    if ((restarts > 0)) && [[ -e $run_dir/config.json || $(option --resume none "$@") =~ ^(none|auto)$ ]]; then
+    if ((restarts > 0)) && { has_record || [[ ! -e $run_dir/config.json && $(option --resume none "$@") =~ ^(none|auto)$ ]]; }; then
         options+=(--resume auto)
     fi
 }
+
+# Whether an earlier start of this job has begun its record: an older one is of another job, and --overwrite replaces it.
+has_record() { ((restarts > 0)) && [[ -e $run_dir/config.json && ! $run_dir/config.json -ot $first_start ]]; }
 
 # Print a free port, derived from the job id and the restart, so that jobs on the same nodes differ. Ports from 20000 to
 # 31999 are below Linux's range for outgoing connections. /proc/net lists the sockets of all addresses.
@@ -391,8 +394,11 @@ is_plain_name() {
 # Exit if an earlier start of this job has completed: since 24.05, Slurm requeues a job at its end if an earlier start was
 # preempted and did not end within the grace time. The first start removes what another job of this number has left.
 leave_if_complete() {
-    complete=$logs/.complete-$job
-    if ((restarts == 0)); then rm -f "$complete"; fi
+    complete=$logs/.complete-$job first_start=$logs/.first-start-$job
+    if ((restarts == 0)); then
+        rm -f "$complete"
+        touch "$first_start"
+    fi
     if [[ -e $complete ]]; then
         echo "job $job, start $((restarts + 1)): an earlier start has completed; to run it again, submit another job"
         exit 0
@@ -461,11 +467,12 @@ begin_submitted() {
     PYTHON=$1 SCRIPT=$2 MAX_REQUEUES=$3 logs=$4 run_dir=${run_dirs[${SLURM_ARRAY_TASK_ID:-0}]} recipe=""
     srun=(srun) container=() gpus=${SLURM_GPUS_ON_NODE:-0} started=$logs/$job.started
     # Rank 0 writes its exit status, and the signal that stopped it, to STATUS_FILE. Each start has another port.
-    export STATUS_FILE=$logs/${job}_status MASTER_ADDR MASTER_PORT PORT_IS_CHOSEN=1
+    export STATUS_FILE=$logs/${job}_status HAS_RECORD="" MASTER_ADDR MASTER_PORT PORT_IS_CHOSEN=1
     MASTER_ADDR=$(address_of "${nodes%%$'\n'*}") MASTER_PORT=$(free_port)
     rm -f "$STATUS_FILE"
     touch "$started"
     leave_if_complete
+    if has_record; then HAS_RECORD=1; fi
     trap : TERM # the ranks get it, too, and write a checkpoint
     fill_sockets
     show_share submit

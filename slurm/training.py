@@ -55,14 +55,14 @@ class Run:
     def __call__(self) -> None:
         """Run this rank; if it fails, end the process with its status."""
         env = {**os.environ, "PYTHON": sys.executable, LAUNCHER_PID: str(os.getpid())}
-        is_restart = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
         if self.script:
+            is_restart = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
             words = ["scripts.launch.script", self.script["SCRIPT"], *self.argv]
             env |= self.script | ({"RESUME": "auto"} if is_restart else {})
         else:
             words = ["scripts.launch.hold_signals", f"recipes.{self.recipe}.train", *self.argv]
-            if is_restart and (self.folder / "config.json").exists():
-                words += ["--resume", "auto"]  # its own record, whatever checkpoint it began from
+            if os.environ.get("HAS_RECORD"):  # of an earlier start, whatever checkpoint that one began from
+                words += ["--resume", "auto"]
         # Use a separate group: some Slurm versions signal this whole group, and a script must get a signal once.
         status, received = run(["bash", "-c", START, "bash", *words], env, process_group=0)
         if self.script and received:

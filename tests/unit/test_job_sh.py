@@ -1096,6 +1096,41 @@ def test_a_job_that_starts_again_goes_on_with_its_record(job, tmp_path, resume, 
     assert done.stdout.splitlines()[-1].endswith(f"{given} --resume auto" if added else given)
 
 
+@pytest.mark.parametrize(("then", "goes_on"), [(RECORD, True), (":", False), ('rm "$run_dir/config.json"', True)])
+def test_a_job_that_starts_again_resumes_no_record_that_it_replaces(job, tmp_path, then, goes_on):
+    """Its first start may end before its ranks meet: a port is taken, or a node is lost."""
+    (tmp_path / "runs/mine").mkdir(parents=True)
+    (tmp_path / "runs/mine/config.json").touch()
+    given = ("--name", "mine", "--overwrite")
+    assert job(*given, then=f"sleep 0.02; {then}").returncode == 0
+    again = job(*given, then='echo "${options[*]}"', SLURM_RESTART_COUNT="1").stdout
+    assert again.endswith("--resume auto\n") == goes_on
+
+
+def test_the_command_that_resumes_a_script_can_be_pasted(job, tmp_path):
+    path = tmp_path / "my train.py"
+    path.touch()
+    own = {"SCRIPT": str(path), "RUNS_DIR": str(tmp_path / "runs"), "NAME": "mine"}
+    command = job(then='echo "$go_on"', **own).stdout.splitlines()[-1]
+    assert shlex.split(command.removeprefix("to resume: ")) == [
+        "NAME=mine",
+        "RESUME=auto",
+        f"SCRIPT={path}",
+        "sbatch",
+        "...",
+    ]
+
+
+@pytest.mark.parametrize(("then", "says"), [(RECORD, "1"), (":", ""), ('rm "$run_dir/config.json"', "")])
+def test_a_submitted_job_that_starts_again_tells_its_ranks_whether_it_has_a_record(
+    submitted, tmp_path, then, says
+):
+    (tmp_path / "runs/mine/config.json").touch()
+    says_so = 'echo "has record: $HAS_RECORD"; '
+    assert "has record: \n" in submitted("", 1, f"{says_so} {then}").stdout
+    assert f"has record: {says}\n" in submitted("", 1, says_so + ":", SLURM_RESTART_COUNT="1").stdout
+
+
 # ---- array.sbatch: the grid is read by the job's Python, not by the host's python3
 
 

@@ -22,7 +22,7 @@ from recipes.common.checkpoint.checkpoint import Position, pack
 from recipes.common.errors import UserError
 from recipes.common.loop import begin_run
 from recipes.common.record import provenance
-from recipes.common.record.earlier_launches import rename_report
+from recipes.common.record.earlier_launches import remove_record, rename_report
 from recipes.common.record.provenance import hardware, versions
 from recipes.common.record.record import open_run
 from recipes.common.world.places import Place
@@ -158,6 +158,18 @@ class TestRecord:
         with pytest.raises(UserError, match="exists"):
             self.open(tmp_path, "--name", "precious", "--overwrite")
         assert (tmp_path / "precious" / "thesis.txt").read_text() == "years of work"
+
+    def test_overwrite_deletes_config_json_last(self, tmp_path, monkeypatch):
+        """A job that is killed meanwhile and starts again sees from it that the run is not replaced yet."""
+        for name in ("config.json", "a", "z"):
+            (tmp_path / name).touch()
+        deleted = []
+        monkeypatch.setattr(Path, "unlink", lambda path: deleted.append(path.name))
+        for names in (["config.json", "a", "z"], ["a", "config.json", "z"], ["z", "a", "config.json"]):
+            monkeypatch.setattr(Path, "iterdir", lambda folder, names=names: (folder / name for name in names))
+            remove_record(tmp_path, "slurm")
+            assert deleted.pop() == "config.json"
+        assert len(deleted) == 6
 
     def test_a_launchers_logs_are_no_run_and_stay(self, tmp_path):
         log = tmp_path / "a" / "slurm" / "n1.txt"

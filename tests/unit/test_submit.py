@@ -349,15 +349,10 @@ class TestARank:
 
     def test_a_start_after_the_first_goes_on_with_the_own_record(self, rank, monkeypatch, tmp_path):
         job, first = Run("ddp", ["--epochs", "3"], tmp_path), ["recipes.ddp.train", "--epochs", "3"]
-        (tmp_path / "config.json").write_text("{}")
-        rank(job)
-        assert self.words == ["scripts.launch.hold_signals", *first]
-        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-        rank(job)
-        assert self.words[1:] == [*first, "--resume", "auto"]
-        (tmp_path / "config.json").unlink()  # as if the first start had not come so far
-        rank(job)
-        assert self.words[1:] == first
+        for has_record, more in (("", []), ("1", ["--resume", "auto"])):
+            monkeypatch.setenv("HAS_RECORD", has_record)
+            rank(job)
+            assert self.words == ["scripts.launch.hold_signals", *first, *more]
 
     def test_a_script_in_its_place(self, rank, monkeypatch, tmp_path):
         job = Run("ddp", ["--lr", "1"], tmp_path, script={"SCRIPT": "/train.py", "RESUME": "none"})

@@ -81,8 +81,11 @@ def rename_report(folder: Path) -> None:
 
 
 def remove_record(folder: Path, launcher_logs: str) -> None:
-    """Delete a run's record, but not the logs that a launcher is writing."""
-    for path in folder.iterdir():
+    """Delete a run's record, but not the logs that a launcher is writing.
+
+    config.json goes last: a job that is killed meanwhile and starts again finds which launch it replaces.
+    """
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == "config.json"):
         if path.name == launcher_logs:
             continue
         if path.is_dir():
