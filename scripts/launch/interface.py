@@ -16,6 +16,7 @@ from pathlib import Path
 
 from recipes.common.errors import UserError
 from recipes.common.options import read_number
+from recipes.common.process.node import check_host
 from recipes.common.process.rendezvous_errors import MissingNodeError
 from scripts.launch.command import command
 
@@ -27,8 +28,9 @@ VIRTUAL = ("docker", "virbr", "veth", "br-", "cni", "flannel")
 def resolve(host: str, timeout_s: int) -> tuple[socket.AddressFamily, tuple[str, int]]:
     """Return the address family and the address of a name, waiting up to timeout_s for the name to become known.
 
-    Raises MissingNodeError if it is still unknown then, or UserError if timeout_s is 0.
+    Raises MissingNodeError if it is still unknown then, or UserError if timeout_s is 0 or it cannot be a name.
     """
+    check_host(host)
     begin, is_announced = time.monotonic(), False
     while True:
         try:

@@ -19,7 +19,7 @@ from pathlib import Path
 from recipes.common.errors import UserError
 from recipes.common.options import read_number
 from recipes.common.process.entry import USAGE_STATUS
-from recipes.common.process.node import check_port, how_ended, read_master
+from recipes.common.process.node import check_host, check_port, how_ended, read_master
 from recipes.common.process.parent import LAUNCHER_PID, end_with_launcher
 from recipes.common.process.ranks import bind_address
 from recipes.common.process.rendezvous_errors import MissingNodeError, MissingStoreError
@@ -112,8 +112,9 @@ def check_variables(options: list[str]) -> int:
         )
     endpoint = os.environ.get("RDZV_ENDPOINT", "")
     host, _, port = endpoint.rpartition(":")
-    if endpoint and not (host and port.isdigit()):
+    if endpoint and not (host and port.isdigit() and int(port) <= 65535):
         raise UserError(f"RDZV_ENDPOINT expects host:port, got {endpoint!r}")
+    check_host(host)
     if host.startswith("["):  # [fd00::1]:29500, as IPv6 addresses are written; connections take them without
         os.environ["RDZV_ENDPOINT"] = f"{host.strip('[]')}:{port}"
     if not script.is_set() and not read_option("--name", "", options):

@@ -229,6 +229,7 @@ class TestNode:
             ("NODE_RANK", "-1", "NODE_RANK expects a whole number of at least 0"),
             ("NODE_RANK", "1", "NODE_RANK 1 of NNODES 1: node ranks count from 0"),
             ("NNODES", "2", "NNODES is 2 and MASTER_ADDR is not set"),
+            ("MASTER_ADDR", "node..a", r"'node\.\.a' is no host name: each part between its dots needs 1 to 63"),
             ("MASTER_PORT", "70000", "MASTER_PORT expects a whole number from 1 to 65535, got '70000'"),
             ("MASTER_PORT", "http", "MASTER_PORT expects"),
             ("RDZV_TIMEOUT_S", "0", "RDZV_TIMEOUT_S expects"),

@@ -46,11 +46,22 @@ class Node:
 def read_master(nnodes: int) -> tuple[str, int]:
     """Return MASTER_ADDR and MASTER_PORT; the defaults are this machine (for one node only) and 29500.
 
-    Raises UserError if a job of several nodes has no MASTER_ADDR, or MASTER_PORT is not a port.
+    Raises UserError if a job of several nodes has no MASTER_ADDR, it cannot be a host's name, or MASTER_PORT is no
+    port.
     """
+    address = os.environ.get("MASTER_ADDR") or "127.0.0.1"
     if nnodes > 1 and not os.environ.get("MASTER_ADDR"):
         raise UserError(f"NNODES is {nnodes} and MASTER_ADDR is not set; set it to the address of node 0")
-    return os.environ.get("MASTER_ADDR") or "127.0.0.1", read_number("MASTER_PORT", 29500, 1, 65535)
+    check_host(address)
+    return address, read_number("MASTER_PORT", 29500, 1, 65535)
+
+
+def check_host(name: str) -> None:
+    """Raise UserError if a text cannot be a host's name: the functions of `socket` raise UnicodeError for it."""
+    try:
+        name.encode("idna")
+    except UnicodeError:
+        raise UserError(f"{name!r} is no host name: each part between its dots needs 1 to 63 characters") from None
 
 
 def check_head(node: Node) -> None:
