@@ -199,10 +199,13 @@ DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[str]:
-    """Yield a temporary folder for the files of a job's processes; raises UserError if one cannot be written."""
+    """Yield a temporary folder for the files of a job's processes; raises UserError if one cannot be written.
+
+    Files that processes write while it is deleted stay.
+    """
     fix = "free some space, or set TMPDIR"
     try:
-        folder = tempfile.TemporaryDirectory(prefix="cluster-recipes-")
+        folder = tempfile.TemporaryDirectory(prefix="cluster-recipes-", ignore_cleanup_errors=True)
     except OSError as error:
         raise UserError(f"cannot make a temporary folder: {error.strerror}; {fix}") from None
     with folder as name:
