@@ -9,16 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes.common.options import Options
+from recipes.common.options import Options, is_user_code
 
 AMP_DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+OWN_ENTRIES = {"places", "lr_share"}
+"""Entries of an optimizer's groups that are ours: see parameter_groups() and build_user_optimizer()."""
 
 Clip = Callable[[list[nn.Parameter], float], Tensor]
 """Scales the gradients of parameters down to a total norm; returns the norm that they had."""
 
 
 def optimizer_class(args: Options) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return the class and the arguments of the optimizer that the options name."""
+    """Return the class and the arguments of --optimizer sgd or adamw."""
     settings: dict[str, Any] = {"lr": args.lr, "weight_decay": args.weight_decay}
     if args.optimizer == "adamw":
         return torch.optim.AdamW, settings
@@ -43,10 +46,17 @@ def parameter_groups(args: Options, parameters: Iterable[nn.Parameter]) -> list[
     ]
 
 
-def build_optimizer(args: Options, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return SGD with momentum or AdamW over the parameters."""
+def build_optimizer(args: Options, model: nn.Module) -> torch.optim.Optimizer:
+    """Return SGD with momentum, AdamW, or the user's own optimizer over the model's parameters.
+
+    Raises UserError as build_user_optimizer().
+    """
+    if is_user_code(args.optimizer):
+        from recipes.common.user_code import build_user_optimizer
+
+        return build_user_optimizer(args, model)
     make, settings = optimizer_class(args)
-    parameters = list(parameters)
+    parameters = list(model.parameters())
     can_fuse = all(p.is_floating_point() and not hasattr(p, "device_mesh") for p in parameters)
     if can_fuse and any(p.is_cuda for p in parameters):
         # A fused kernel updates all parameters and reads the loss scaler's result on the GPU: the host need not
@@ -65,12 +75,22 @@ def parameter_indices(optimizer: torch.optim.Optimizer) -> list[int]:
 def optimizer_state(optimizer: torch.optim.Optimizer, content: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the state dict (default: the optimizer's) in the form of checkpoints.
 
-    That is one group of all parameters, in the model's order.
+    That is one group of all parameters, in the model's order. The user's own optimizer keeps its groups.
     """
     content, places = content or optimizer.state_dict(), parameter_indices(optimizer)
-    group = {name: value for name, value in content["param_groups"][0].items() if name != "places"}
+    groups = [{n: value for n, value in g.items() if n not in OWN_ENTRIES} for g in content["param_groups"]]
     state = sorted((places[number], values) for number, values in content["state"].items())
-    return {"state": dict(state), "param_groups": [{**group, "params": sorted(places)}]}
+    if is_users(optimizer):
+        for group in groups:
+            group["params"] = [places[number] for number in group["params"]]
+    else:
+        groups = [{**groups[0], "params": sorted(places)}]
+    return {"state": dict(state), "param_groups": groups}
+
+
+def is_users(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is the user's own."""
+    return "lr_share" in optimizer.param_groups[0]
 
 
 def learning_rate(args: Options, step: int, total_steps: int) -> float:
@@ -89,9 +109,9 @@ def learning_rate(args: Options, step: int, total_steps: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of every parameter group."""
+    """Set the learning rate of every parameter group; each may have its own share of it."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("lr_share", 1.0)
 
 
 def autocast(args: Options, device: torch.device) -> torch.autocast:

@@ -343,7 +343,11 @@ class TrainingOptions(DataOptions):
     )
     epochs: int = option(40, positive_int, "passes over the data", "N")
     max_steps: int | None = option(None, positive_int, "end after this many optimizer steps in all", "N")
-    optimizer: str = choice("sgd with --momentum, or adamw", "sgd", "adamw")
+    optimizer: str = option(
+        "sgd",
+        one_of_or_own("sgd", "adamw"),
+        "sgd with --momentum, adamw, or package.module:function for your own",
+    )
     lr: float = option(0.02, positive_float, "peak learning rate")
     scale_lr: bool = switch("linear scaling rule: --lr is for 256 samples, use lr * global_batch_size / 256")
     momentum: float = option(0.9, fraction, "momentum of sgd", "X")
@@ -371,6 +375,7 @@ class Options(TrainingOptions):
     """Precision, speed and repeatability."""
 
     has_shards = False  # not an option: whether the recipe's ranks hold shards of the model
+    steps_whole_model = True  # nor is this: whether a rank's optimizer steps all parameters, each of them whole
     device: str = choice("auto: GPUs where there are any", "auto", "cpu", "cuda")
     amp: str = choice("mixed precision; fp16: with a gradient scaler", "none", "bf16", "fp16")
     tf32: bool | None = switch(
@@ -415,8 +420,7 @@ class Options(TrainingOptions):
         if self.sharded_checkpoints and not self.has_shards:
             fix = "drop it, or use fsdp or tensor"
             raise UserError(f"--sharded-checkpoints: the ranks of this recipe hold no shards; {fix}")
-        if self.optimizer != "sgd" and self.momentum != Options.momentum:
-            raise UserError(f"--momentum {self.momentum} is for sgd; drop it, or use --optimizer sgd")
+        self.check_optimizer()
         if self.compile_mode != "default" and not self.compile:
             raise UserError(f"--compile-mode {self.compile_mode} is for compiled models; add --compile")
         if self.records_graphs and self.accumulate_steps > 1:
@@ -433,13 +437,24 @@ class Options(TrainingOptions):
             what = "statistics are over groups or the batch"
             raise UserError(f"--batchnorm-group and --sync-batchnorm: {what}; drop one")
 
+    def check_optimizer(self) -> None:
+        """Raise UserError if options of the optimizer and its schedule do not combine."""
+        if self.optimizer != "sgd" and self.momentum != Options.momentum:
+            raise UserError(f"--momentum {self.momentum} is for sgd; drop it, or use --optimizer sgd")
+        if is_user_code(self.optimizer):
+            if not self.steps_whole_model:
+                what = "a rank of this recipe steps only its part of the model"
+                raise UserError(f"--optimizer {self.optimizer}: {what}; use sgd or adamw, or RECIPE=ddp")
+            if not self.decay_norm_bias:
+                raise UserError("--no-decay-norm-bias is for sgd and adamw; drop it, and set each group's decay")
+
     def check_world_size(self, world_size: int) -> None:
         """Raise UserError if the recipe cannot share out its work among so many processes."""
 
     @property
     def has_user_code(self) -> bool:
-        """Whether --data, --model or --task names the user's own code."""
-        return any(map(is_user_code, (self.data, self.model, self.task)))
+        """Whether --data, --model, --task or --optimizer names the user's own code."""
+        return any(map(is_user_code, (self.data, self.model, self.task, self.optimizer)))
 
     @property
     def takes_sparse_gradients(self) -> bool:

@@ -13,7 +13,7 @@ from recipes.common.checkpoint.checkpoint import Position
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.models.models import build_model
-from recipes.common.optim import parameter_indices
+from recipes.common.optim import is_users, parameter_indices
 
 
 def restore(job: Job, content: dict[str, Any]) -> None:
@@ -99,13 +99,19 @@ def check_shapes(job: Job, state: dict[str, Any]) -> None:
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load what optimizer_state() returns without its settings: groups, decay and kernels stay this launch's.
 
-    Raises ValueError if the number of parameters differs.
+    Only the user's own optimizer gets its groups' settings, too: some keep state there. Raises ValueError if the
+    number of parameters, or for the user's the groups, differ.
     """
     places, saved = parameter_indices(optimizer), [n for group in state["param_groups"] for n in group["params"]]
     if len(saved) != len(places):
         raise ValueError(f"its optimizer has {len(saved)} parameters, the model {len(places)}")
     numbers = iter(range(len(places)))
     groups = [{**g, "params": list(itertools.islice(numbers, len(g["params"])))} for g in optimizer.param_groups]
+    if is_users(optimizer):
+        if saved != places or len(groups) != len(state["param_groups"]):
+            raise ValueError("its optimizer has other groups of parameters")
+        for group, settings in zip(groups, state["param_groups"], strict=True):
+            group |= {name: value for name, value in settings.items() if name != "params"}
     own = {i: state["state"][place] for i, place in enumerate(places) if place in state["state"]}
     optimizer.load_state_dict({"state": own, "param_groups": groups})
     for parameter, values in optimizer.state.items():

@@ -1,4 +1,4 @@
-"""Code of your own, named on the command line as package.module:function: a model, data, a task.
+"""Code of your own, named on the command line as package.module:function: a model, data, a task, an optimizer.
 
 The module is imported from the working directory or from wherever Python finds it. docs/your-model.md shows one.
 """
@@ -6,6 +6,8 @@ The module is imported from the working directory or from wherever Python finds 
 from __future__ import annotations
 
 import importlib
+import inspect
+import io
 import os
 import sys
 import sysconfig
@@ -15,11 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from recipes.common.errors import UserError, nearest, unrepeatable
 from recipes.common.options import Options, is_user_code
 from recipes.common.task import Task
+
+OPTIONAL = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
 def digests(args: Options) -> dict[str, str]:
@@ -29,7 +34,8 @@ def digests(args: Options) -> dict[str, str]:
     a library.
     """
     found, before = dict[str, str](), set(sys.modules)
-    for flag, text in (("--data", args.data), ("--model", args.model), ("--task", args.task)):
+    for name in ("data", "model", "task", "optimizer"):
+        flag, text = f"--{name}", getattr(args, name)
         if is_user_code(text):
             import_user_code(flag, text)
             module = text.split(":")[0]
@@ -103,6 +109,61 @@ def build_user_task(args: Options) -> Task:
         fix = "move them into the model, or set their requires_grad to False"
         raise UserError(f"--task {args.task}: it has parameters, and only the model's are trained; {fix}")
     return task
+
+
+def build_user_optimizer(args: Options, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer that the user's function makes of the model's parameters.
+
+    The schedule sets the learning rate of each group, in proportion to what the function has set.
+
+    Raises UserError if the function fails or returns no optimizer, or that does not step the model's parameters.
+    """
+    what, named = f"--optimizer {args.optimizer}", list(model.named_parameters())
+    make = import_user_code("--optimizer", args.optimizer)
+    optimizer = call_user_code(what, make, named, args.lr, args.weight_decay)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(f"{what} returned {name_of(optimizer)}; return a torch.optim.Optimizer")
+    if inspect.signature(optimizer.step).parameters.get("closure", OPTIONAL).default is inspect.Parameter.empty:
+        raise UserError(f"{what}: step() of {name_of(optimizer)} needs a closure; use one that steps without")
+    places = {parameter: place for place, (_, parameter) in enumerate(named)}
+    for group in optimizer.param_groups:
+        if "lr" not in group:
+            raise UserError(f"{what}: a group of its parameters has no lr, which the schedule sets; give it one")
+        if not places.keys() >= set(group["params"]):
+            raise UserError(f"{what}: it has a parameter that is not the model's; give it those it is called with")
+        group["places"] = [places.pop(parameter) for parameter in group["params"]]
+        group["lr_share"] = float(group["lr"]) / args.lr
+    if left := [name for name, parameter in named if parameter in places and parameter.requires_grad]:
+        raise UserError(f"{what}: it leaves out {left[0]}; add it to a group, or set its requires_grad to False")
+    return optimizer
+
+
+def check_optimizer_state(args: Options, optimizer: torch.optim.Optimizer) -> None:
+    """Raise UserError if a checkpoint could not restore what the user's optimizer keeps after a step."""
+    what, fix = f"--optimizer {args.optimizer}", "let it keep"
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if name != "params":
+                check_restorable(what, f"{name} of a group", value, fix)
+    for parameter, values in optimizer.state.items():
+        if not isinstance(parameter, Tensor):
+            fix = "keep what is not of one parameter in the groups"
+            raise UserError(f"{what}: it has the state {parameter!r}, which is no parameter; {fix}")
+        for name, value in values.items():
+            check_restorable(what, f"{name} of a parameter's state", value, fix)
+
+
+def check_restorable(what: str, name: str, value: Any, fix: str) -> None:
+    """Raise UserError if a checkpoint could not give back a value."""
+    file = io.BytesIO()
+    try:
+        if not isinstance(value, Tensor):
+            torch.save(value, file)
+            file.seek(0)
+            torch.load(file, weights_only=True)
+    except Exception as error:  # pickle and torch raise a dozen kinds
+        fix += " tensors, numbers, texts, or lists and dicts of them"
+        raise UserError(f"{what}: no checkpoint gives back {name}, {name_of(value)}; {fix}") from error
 
 
 def add_derived(means: dict[str, float], task: Task) -> dict[str, float]:

@@ -21,7 +21,16 @@ from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.optim import autocast, build_optimizer, build_scaler
-from recipes.common.options import Options, choice, option, parse, positive_float, positive_int, switch
+from recipes.common.options import (
+    Options,
+    choice,
+    is_user_code,
+    option,
+    parse,
+    positive_float,
+    positive_int,
+    switch,
+)
 from recipes.common.parallel.buckets import check_complete, default_bucket_mb, settle_buckets, wrap_in_ddp
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
@@ -47,6 +56,8 @@ class DDPOptions(Options):
     def check(self) -> None:
         """Raise UserError if options do not combine."""
         super().check()
+        if self.zero and is_user_code(self.optimizer):
+            raise UserError(f"--zero is for sgd and adamw; drop it, or --optimizer {self.optimizer}")
         if self.grad_compression == "powersgd":
             # Each step's error is added to the next gradient: once the error is not finite, it stays so.
             why = "--grad-compression powersgd carries a gradient that is not finite to all later steps"
@@ -98,7 +109,7 @@ def prepare(args: DDPOptions, recipe: str, world: World, stop: Stop) -> tuple[Jo
         optimizer = shard_optimizer(args, model.parameters())
         gather = partial(consolidate, optimizer, world)
     else:
-        optimizer = build_optimizer(args, model.parameters())
+        optimizer = build_optimizer(args, model)
     job = Job(args, recipe, data, world, model, optimizer, build_scaler(args, world.device), stop)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:

@@ -53,6 +53,7 @@ class FSDPOptions(Options):
     """Fully sharded data parallelism."""
 
     has_shards = True
+    steps_whole_model = False
     replicas: int = option(1, positive_int, "copies of the model, each in shards over N/R ranks", "R")
     reshard_after_forward: bool = switch(
         "free a block's gathered weights after forward, and gather them again for backward", default=True
@@ -309,7 +310,7 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
         needs_check = is_user_code(args.model) and not args.compile
         needs_check = needs_check and any(world.gather_objects(not why_whole))
     # FSDP: the optimizer sees shards only, so its state is sharded too.
-    optimizer = build_optimizer(args, model.parameters())
+    optimizer = build_optimizer(args, model)
     job = Job(args, "fsdp", data, world, model, optimizer, build_scaler(args, world.device), stop)
 
     same_blocks, check_gradients = SameBlocks(model, args, world), SameGradients(trained(model), job)

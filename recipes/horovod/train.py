@@ -23,7 +23,7 @@ from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Check, Technique, begin_run, load_data_and_model, train_epochs, update
 from recipes.common.optim import autocast, build_optimizer, build_scaler
-from recipes.common.options import Options, choice, parse
+from recipes.common.options import Options, choice, is_user_code, parse
 from recipes.common.parallel.buckets import find_unused
 from recipes.common.process.entry import run_main
 from recipes.common.process.ranks import Ranks
@@ -137,16 +137,29 @@ def wrap(model: nn.Module, args: HorovodOptions) -> Any:
         raise UserError(f"{what}; {fix}, or RECIPE=ddp") from None
     if args.compile:
         model.compile(mode=args.compile_mode)
+    optimizer = build_optimizer(args, model)
+    if is_user_code(args.optimizer):
+        check_copy(optimizer, args)
     # Horovod: a hook on each parameter submits its gradient as soon as backward has computed it. Gradients that
     # are ready on all ranks are fused into one buffer and averaged (a ring: 2 (N-1)/N of its bytes per rank).
     return hvd.DistributedOptimizer(
-        build_optimizer(args, model.parameters()),
+        optimizer,
         named_parameters=model.named_parameters(),
         # Horovod: half the bytes: each gradient is cast to fp16, averaged in fp16, and cast back.
         compression=hvd.Compression.fp16 if args.compression == "fp16" else hvd.Compression.none,
         # Horovod: gradients are exchanged only in the last of the accumulated passes.
         backward_passes_per_step=args.accumulate_steps,
     )
+
+
+def check_copy(optimizer: torch.optim.Optimizer, args: HorovodOptions) -> None:
+    """Raise UserError if Horovod cannot build the user's optimizer anew: it gives its class the groups alone."""
+    make: Any = type(optimizer)
+    try:
+        make(optimizer.param_groups)
+    except TypeError as error:
+        what = f"--optimizer {args.optimizer}: Horovod builds it from its groups alone, and {error}"
+        raise UserError(f"{what}; give these arguments defaults, or use RECIPE=ddp") from error
 
 
 def train(args: HorovodOptions, world: World, stop: Stop) -> None:

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     data, model = load_data_and_model(args, "single", Peers(device), stop)
     if args.compile:
         model.compile(mode=args.compile_mode)
-    optimizer, scaler = build_optimizer(args, model.parameters()), build_scaler(args, device)
+    optimizer, scaler = build_optimizer(args, model), build_scaler(args, device)
     job = Job(args, "single", data, Peers(device), model, optimizer, scaler, stop)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:

@@ -47,6 +47,7 @@ class TensorOptions(Options):
     """Tensor parallelism."""
 
     has_shards = True
+    steps_whole_model = False
     tensor_parallel: int = option(2, positive_int, "ranks that split each layer", "N")
     sequence_parallel: bool = switch("vit-tiny and GPT: between split layers, a rank has 1/N of a sample's tokens")
     loss_parallel: bool = switch("GPT: split the vocabulary; a rank computes the loss from 1/N of the logits")
@@ -187,7 +188,7 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
     # Tensor: with --fully-shard, FSDP sums the gradients.
     everyone = cast(dist.ProcessGroup, dist.group.WORLD)
     gradients = None if args.fully_shard else GradientSum(model, dp.get_group(), everyone)
-    optimizer = build_optimizer(args, model.parameters())
+    optimizer = build_optimizer(args, model)
     scaler = build_scaler(args, world.device)
     job = Job(args, "tensor", data, world, model, optimizer, scaler, stop, replicas=replicas)
 

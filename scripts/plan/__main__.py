@@ -29,6 +29,7 @@ from recipes.common.errors import UserError, as_user_error, nearest
 from recipes.common.options import (
     Options,
     check_batch,
+    is_user_code,
     non_negative_float,
     one_of,
     positive_float,
@@ -170,6 +171,7 @@ def check_layout(args: Namespace, method: Method, options: Options) -> None:
     """Raise UserError if the GPUs do not form replicas, or if the plan does not know an option."""
     size, gpus = method.tensor_parallel, args.gpus
     unknown = [f"--{name.replace('_', '-')}" for name in UNKNOWN if getattr(options, name, False)]
+    unknown += [f"--optimizer {options.optimizer}"] * is_user_code(options.optimizer)
     unknown += ["--grad-compression powersgd"] * (method.grad_compression == "powersgd")
     check_cases(
         (size > 1 and args.measure, "--measure computes a whole model; give the --compute-ms of a rank's part"),

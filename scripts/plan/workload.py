@@ -205,7 +205,7 @@ def count_pass(model: nn.Module, data: Data) -> Workload:
 def timed_step(args: Options, kind: Kind, samples: int, device: torch.device) -> Callable[[], list[float]]:
     """Return a function that does a step on random numbers, and returns the seconds of each of its three parts."""
     model = make_model(args, kind.data).to(device).train()
-    optimizer = build_optimizer(args, model.parameters())
+    optimizer = build_optimizer(args, model)
     spec, targets = kind.data.input, kind.data.target.zeros(samples, device)
     inputs = torch.rand((samples, *spec.shape), device=device).to(spec.dtype)  # tokens: all 0
     if args.channels_last and inputs.ndim == 4:

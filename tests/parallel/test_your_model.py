@@ -28,8 +28,13 @@ from tests.support import (
     weights,
 )
 
-MINE, OWN_TASK = re.findall(r"```python\n(.*?)```", (ROOT / "docs/your-model.md").read_text(), re.DOTALL)
-SAME = {"ddp": (), "horovod": ("--compression", "none"), "pipeline": ("--num-microbatches", "2")}
+MINE, OWN_TASK, OWN_OPTIMIZER = re.findall(
+    r"```python\n(.*?)```", (ROOT / "docs/your-model.md").read_text(), re.DOTALL
+)
+SAME = {
+    **{"ddp": (), "horovod": ("--compression", "none"), "pipeline": ("--num-microbatches", "2")},
+    "apex": ("--opt-level", "O0"),
+}
 
 
 def import_from(folder):
@@ -78,6 +83,19 @@ class SlowSample(Classification):
             time.sleep(3)
             model(torch.zeros(1, 2))
         return "a slow sample"
+
+class Slowing(torch.optim.SGD):
+    "Its rate falls with the number of steps, which it keeps in its groups."
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr, momentum=0.9)
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            group["lr"] /= group["steps"]
+        return super().step(closure)
+
+fails_on_rank_1 = lambda *args: {"0": slowing}[os.environ["RANK"]](*args)
+slowing = lambda named_parameters, lr, weight_decay: Slowing([p for _, p in named_parameters], lr)
 
 class Branches(nn.Module):
     "From step FROM, the first half of a batch (rank 0 of two) goes through one layer, the other half not."
@@ -273,7 +291,7 @@ unrepeatable = lambda data: nn.Sequential(nn.Linear(2, 8), Unrepeatable(), nn.Li
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("mine")
-    (path / "mine.py").write_text(f"{MINE}\n\n{OWN_TASK}\n{BREAKS}")
+    (path / "mine.py").write_text(f"{MINE}\n\n{OWN_TASK}\n\n{OWN_OPTIMIZER}\n{BREAKS}")
     return path
 
 
@@ -312,6 +330,33 @@ def test_it_trains_on_one_curve_in_every_recipe(run, recipe):
     assert [line["test_accuracy"] for line in ours] == [line["test_accuracy"] for line in theirs]
     assert largest_difference(weights(path), weights(single)) < 1e-5
     assert losses(path)[-1] < 0.9 * losses(path)[0]
+
+
+STEPPED = (*SPIRALS, "--lr", "0.01", "--lr-schedule", "constant", "--optimizer", "mine:head_first")
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "horovod", *slow("scratch", "apex", "spawn")])
+def test_an_optimizer_of_your_own_steps_alike_in_every_recipe(run, recipe):
+    path, single = run(recipe, 2, *STEPPED), run("single", 1, *STEPPED)
+    assert losses(path) == pytest.approx(losses(single), rel=1e-5)
+    assert largest_difference(weights(path), weights(single)) < 1e-5
+    assert largest_difference(weights(single), weights(run("single", 1, *STEPPED, "--optimizer", "adamw"))) > 0.01
+
+
+def test_an_optimizer_that_fails_on_one_rank_is_one_line(start):
+    line = start("ddp", 2, *SPIRALS, "--optimizer", "mine:fails_on_rank_1").wait().refusal
+    assert re.fullmatch(
+        r"error: rank 1: --optimizer mine:fails_on_rank_1 failed: KeyError: '1' \(.*\); fix it .*", line
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["head_first", "slowing"])
+def test_a_resume_restores_an_optimizer_of_your_own(run, start, tmp_path, optimizer):
+    argv = ("--global-batch-size", "48", *STEPPED, "--optimizer", f"mine:{optimizer}", "--deterministic")
+    whole = run("ddp", 2, *argv)
+    start("ddp", 2, *argv, "--max-steps", "20").wait(check=True)
+    start("ddp", 2, *argv, "--resume", "auto").wait(check=True)
+    assert is_equal(weights(tmp_path / "run"), weights(whole))
 
 
 VALUES = ("--data", "mine:values", "--model", "mine:line", "--task", "mine:SquaredError", "--max-steps", "5")
@@ -439,7 +484,7 @@ def test_a_rank_with_fewer_samples_to_evaluate_invents_none(run, recipe):
     """Of three samples, rank 0 has one, and rank 1 two, one after the other."""
     argv = shlex.split("--data mine:three_tests --model mine:no_zeros --global-batch-size 2 --max-steps 3")
     argv.append("--deterministic")
-    path = run(recipe, 2, *argv, *(("--opt-level", "O0") * (recipe == "apex")))
+    path = run(recipe, 2, *argv)
     single = run("single", 1, *argv)
     ours, theirs = (metrics(folder)[-1] for folder in (path, single))
     assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-6)

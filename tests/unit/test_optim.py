@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def parameters_on(*devices):
-    return [nn.Parameter(torch.ones(3, device=device)) for device in devices]
+    return nn.ParameterList(nn.Parameter(torch.ones(3, device=device)) for device in devices)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
@@ -29,7 +29,7 @@ def test_parameters_on_gpus_are_updated_by_a_fused_kernel(name):
         ]
         shards = parameters_on("cuda:0")
         shards[0].device_mesh = "a mesh"
-        waves = [nn.Parameter(torch.ones(3, dtype=torch.complex64, device="cuda:0"))]  # no kernel takes these
+        waves = nn.ParameterList([torch.ones(3, dtype=torch.complex64, device="cuda:0")])  # no kernel takes these
         others = [build_optimizer(args, parameters) for parameters in (parameters_on("cpu"), shards, waves)]
     assert all(one._step_supports_amp_scaling for one in fused)
     assert [one.param_groups[0]["fused"] for one in fused] == [True, True]
@@ -53,7 +53,7 @@ def garbage():
 def run_steps(argv, gradients):
     """Take a step with each gradient, multiplied by the loss scale; return the weights after each step."""
     args = single.options(["--lr", "0.5", *argv])
-    [parameter] = parameters = [nn.Parameter(torch.ones(3))]
+    [parameter] = parameters = nn.ParameterList([torch.ones(3)])
     optimizer, scaler = build_optimizer(args, parameters), build_scaler(args, CPU)
     seen = []
     for gradient in gradients:
@@ -94,11 +94,11 @@ def test_a_state_that_was_written_in_another_memory_format_is_loaded_in_that_of_
     """Horovod's weights are contiguous, ddp's are channels last, and one kernel cannot take both."""
     args = single.options([])
     shape = (4, 3, 2, 2)
-    written = build_optimizer(args, [nn.Parameter(torch.ones(shape))])
+    written = build_optimizer(args, nn.ParameterList([torch.ones(shape)]))
     written.param_groups[0]["params"][0].grad = torch.randn(shape)
     written.step()
     weight = nn.Parameter(torch.ones(shape).contiguous(memory_format=torch.channels_last))
-    optimizer = build_optimizer(args, [weight])
+    optimizer = build_optimizer(args, nn.ParameterList([weight]))
     load_optimizer_state(optimizer, written.state_dict())
     [momentum] = [values["momentum_buffer"] for values in optimizer.state.values()]
     [expected] = [values["momentum_buffer"] for values in written.state.values()]
@@ -137,7 +137,7 @@ def small_model():
 
 def test_norms_and_biases_do_not_decay():
     model = small_model()
-    optimizer = build_optimizer(single.options(NO_DECAY), model.parameters())
+    optimizer = build_optimizer(single.options(NO_DECAY), model)
     for parameter in model.parameters():
         nn.init.ones_(parameter).grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -148,10 +148,10 @@ def test_norms_and_biases_do_not_decay():
 
 
 def test_a_checkpoint_numbers_parameters_alike_with_and_without_their_decay():
-    parameters = [*small_model().parameters()]
+    model = small_model()
     settings = [NO_DECAY[1:], NO_DECAY]
-    optimizers = [build_optimizer(single.options(argv), parameters) for argv in settings]
-    for number, parameter in enumerate(parameters):
+    optimizers = [build_optimizer(single.options(argv), model) for argv in settings]
+    for number, parameter in enumerate(model.parameters()):
         parameter.grad = torch.full_like(parameter, number)
         optimizers[1].state[parameter]["momentum_buffer"] = torch.full_like(parameter, number)
     content = optimizer_state(optimizers[1])
@@ -161,7 +161,7 @@ def test_a_checkpoint_numbers_parameters_alike_with_and_without_their_decay():
     for optimizer in optimizers:
         optimizer.state.clear()
         load_optimizer_state(optimizer, content)
-        assert [optimizer.state[p]["momentum_buffer"].mean().item() for p in parameters] == [*range(6)]
+        assert [optimizer.state[p]["momentum_buffer"].mean().item() for p in model.parameters()] == [*range(6)]
         assert optimizer_state(optimizer)["state"].keys() == content["state"].keys()
 
 

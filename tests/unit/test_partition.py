@@ -115,7 +115,7 @@ def test_frozen_layers_make_no_part_of_their_own(balance):
 def test_the_state_cut_into_shares_and_merged_is_the_same(optimizer, owned):
     args, data = options("lenet", "--optimizer", optimizer), data_of(1, 8)
     model = build_model(args, data)
-    whole = build_optimizer(args, model.parameters())
+    whole = build_optimizer(args, model)
     model(torch.randn(2, 1, 8, 8)).sum().backward()
     whole.step()
     content = {"model": model.state_dict(), "optimizer": whole.state_dict()}
@@ -125,7 +125,7 @@ def test_the_state_cut_into_shares_and_merged_is_the_same(optimizer, owned):
     states = []
     for numbers in owned:
         modules = [PartModule(other, parts[number], args, torch.device("cpu")) for number in numbers]
-        mine = build_optimizer(args, other.parameters())
+        mine = build_optimizer(args, other)
         load_optimizer_state(mine, own_state(content, other, modules)["optimizer"])
         states.append(state_of(modules, mine))
         assert len(states[-1][1]) == sum(1 for module in modules for _ in module.parameters())
@@ -155,7 +155,7 @@ def test_a_share_has_what_a_layer_keeps_beside_tensors():
     model, other = (torch.nn.Sequential(Counted(2, 2), torch.nn.Linear(2, 2)) for _ in range(2))
     model[0].calls = 3
     parts = [Part([name], 6, 0.5, (2,), torch.float32) for name in ("0", "1")]
-    optimizer = build_optimizer(args, model.parameters())
+    optimizer = build_optimizer(args, model)
     states = [state_of([PartModule(model, part, args, cpu)], optimizer) for part in parts]
     merge_states(states, other, optimizer)
     assert other[0].calls == 3

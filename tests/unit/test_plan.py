@@ -432,7 +432,7 @@ def looked_at(*words):
 def test_memory_of_weights_and_optimizer_is_that_of_real_state(words):
     args, kind, workload = looked_at(*words)
     model = build_model(args, kind.data)
-    optimizer = build_optimizer(args, model.parameters())
+    optimizer = build_optimizer(args, model)
     model(kind.data.input.zeros(2)).sum().backward()
     optimizer.step()
     weights = sum(value.nbytes for value in model.state_dict().values())

@@ -328,13 +328,14 @@ def test_fewer_steps_than_a_run_has_done_are_refused(run, single, tmp_path):
 def test_settings_are_the_options_and_state_is_the_checkpoints():
     """The arithmetic of SGD is v = momentum * v + (g + decay * w), w -= lr * v."""
     weight = torch.nn.Parameter(torch.tensor([2.0]))
-    optimizer = build_optimizer(options(["--momentum", "0.9", "--weight-decay", "0"]), [weight])
+    args = options(["--momentum", "0.9", "--weight-decay", "0"])
+    optimizer = build_optimizer(args, torch.nn.ParameterList([weight]))
     weight.grad = torch.tensor([3.0])
     optimizer.step()  # leaves a momentum of 3
     saved = copy.deepcopy(optimizer.state_dict())
     again = torch.nn.Parameter(torch.tensor([2.0]))
     args = options(["--momentum", "0.5", "--weight-decay", "0.25", "--lr", "0.1"])
-    optimizer = build_optimizer(args, [again])
+    optimizer = build_optimizer(args, torch.nn.ParameterList([again]))
     load_optimizer_state(optimizer, saved)
     again.grad = torch.tensor([1.0])
     optimizer.step()

@@ -291,13 +291,13 @@ class TestGPT:
         args, data, model = gpt()
         parts = plan_parts(model, 2, "parameters", args, data.input.zeros(1))
         shares = [[PartModule(model, part, args, CPU)] for part in parts]
-        whole = build_optimizer(args, model.parameters())
+        whole = build_optimizer(args, model)
         tokens = torch.randint(256, (2, 13))
         data.task.loss_sum(model(tokens[:, :-1]), tokens[:, 1:]).backward()
         whole.step()
         states = []
         for share in shares:
-            optimizer = build_optimizer(args, model.parameters())
+            optimizer = build_optimizer(args, model)
             content = own_state({"optimizer": optimizer_state(whole)}, model, share)
             load_optimizer_state(optimizer, content["optimizer"])
             states.append(state_of(share, optimizer))

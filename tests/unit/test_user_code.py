@@ -1,8 +1,9 @@
-"""Models, data and tasks of the user's own: what fits is taken as it is, what does not is one line with the fix."""
+"""Models, data, tasks and optimizers of the user's own: what fits is taken as it is, what does not is one line with the fix."""
 
 # ruff: noqa: E501 (messages stand in one line)
 
 import contextlib
+import copy
 import importlib
 import re
 import sys
@@ -16,7 +17,9 @@ from recipes.common.data import load_data
 from recipes.common.errors import UserError
 from recipes.common.models.models import build_model
 from recipes.common.models.user_model import check_fit, check_on, check_sparse, exact_output
+from recipes.common.optim import build_optimizer, optimizer_state, set_learning_rate
 from recipes.common.parallel.buckets import find_unused
+from recipes.common.restore import load_optimizer_state
 from recipes.common.sample import make_sample
 from recipes.common.world import agreement
 from recipes.common.world.peers import Peers
@@ -30,6 +33,7 @@ import json
 import multiprocessing
 import random
 import sys
+import time
 import numpy as np
 import torch
 from torch import nn
@@ -98,6 +102,26 @@ class Holds(Noisy):
 
 def net(data):
     return nn.Linear(data.input.shape[0], data.num_classes or 1)
+
+def bias_first(named_parameters, lr, weight_decay):
+    names = dict(named_parameters)
+    groups = [{"params": names["bias"], "lr": lr / 4}, {"params": names["weight"], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, weight_decay=weight_decay)
+
+class KeepsFunction(torch.optim.SGD):
+    def step(self, closure=None):
+        self.state[self.param_groups[0]["params"][0]]["now"] = time.time
+
+class KeepsMore(torch.optim.SGD):
+    def step(self, closure=None):
+        self.state["all"] = {"steps": 1}
+
+keeps_function = lambda named, lr, decay: KeepsFunction([p for _, p in named], lr)
+keeps_more = lambda named, lr, decay: KeepsMore([p for _, p in named], lr)
+needs_closure = lambda named, lr, decay: torch.optim.LBFGS([p for _, p in named], lr)
+weight_only = lambda named, lr, decay: torch.optim.SGD([dict(named)["weight"]], lr)
+a_copy = lambda named, lr, decay: torch.optim.SGD([p.clone().detach() for _, p in named], lr)
+no_rate = lambda named, lr, decay: torch.optim.Optimizer([p for _, p in named], {})
 
 class Fit(Task):
     metrics = ("absolute_error",)
@@ -505,6 +529,103 @@ def test_a_sample_that_cannot_be_made_is_a_warning_since_the_run_is_complete():
     )
     with pytest.raises(RuntimeError, match="no words"):  # other ranks may wait for this one
         make_sample(Mute(), model, peers, exchanges=True, timeout_s=1.0)
+
+
+def optimizer_of(name, *argv):
+    args = options([*WELL, "--optimizer", f"mine:{name}", "--lr", "0.5", *argv])
+    return args, build_optimizer(args, load(*WELL)[1])
+
+
+def test_an_own_optimizer_keeps_its_groups_and_their_shares_of_the_rate():
+    _, optimizer = optimizer_of("bias_first")
+    assert type(optimizer) is torch.optim.AdamW
+    set_learning_rate(optimizer, 0.1)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1 / 4, 0.1]
+    for number, group in enumerate(optimizer.param_groups):
+        group["own"] = number
+        for parameter in group["params"]:
+            parameter.grad = torch.full_like(parameter, number)
+    optimizer.step()
+    content = copy.deepcopy(optimizer_state(optimizer))
+    assert [group["params"] for group in content["param_groups"]] == [[1], [0]], "the model's order: weight, bias"
+    _, again = optimizer_of("bias_first", "--lr", "0.25")
+    load_optimizer_state(again, content)
+    assert [group["own"] for group in again.param_groups] == [0, 1]
+    for one, other in zip(optimizer.param_groups, again.param_groups, strict=True):
+        (before,), (now,) = one["params"], other["params"]
+        assert torch.equal(optimizer.state[before]["exp_avg"], again.state[now]["exp_avg"])
+    set_learning_rate(again, 0.1)
+    assert [group["lr"] for group in again.param_groups] == [0.1 / 4, 0.1]
+    content["param_groups"].reverse()
+    with pytest.raises(ValueError, match="other groups of parameters"):
+        load_optimizer_state(again, content)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", "--optimizer mine:nothing returned None; return a torch.optim.Optimizer"),
+        ("reads", "--optimizer mine:reads failed: "),
+        ("needs_closure", "--optimizer mine:needs_closure: step() of a LBFGS needs a closure; use one that steps"),
+        (
+            "weight_only",
+            "--optimizer mine:weight_only: it leaves out bias; add it to a group, or set its requires_",
+        ),
+        ("a_copy", "it has a parameter that is not the model's; give it those it is called with"),
+        ("no_rate", "a group of its parameters has no lr, which the schedule sets; give it one"),
+        ("Noisy", "--optimizer mine:Noisy failed: TypeError: Noisy() takes no arguments"),
+        ("bias_frst", "bias_frst does not exist in {folder}/mine.py; did you mean 'bias_first'?"),
+    ],
+)
+def test_an_own_optimizer_that_does_not_fit_is_one_line(tmp_path, name, message):
+    with refused(message.format(folder=tmp_path)):
+        optimizer_of(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "keeps_function",
+            "no checkpoint gives back now of a parameter's state, a builtin_function_or_method; let it",
+        ),
+        (
+            "keeps_more",
+            "it has the state 'all', which is no parameter; keep what is not of one parameter in the gr",
+        ),
+        ("bias_first", ""),
+    ],
+)
+def test_what_a_checkpoint_cannot_restore_of_an_own_optimizer_is_refused(name, message):
+    args, optimizer = optimizer_of(name)
+    optimizer.step()
+    with refused(message) if message else contextlib.nullcontext():
+        user_code.check_optimizer_state(args, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "argv", "message"),
+    [
+        (
+            "fsdp",
+            (),
+            "--optimizer mine:bias_first: a rank of this recipe steps only its part of the model; use sgd or",
+        ),
+        ("tensor", (), "a rank of this recipe steps only its part of the model"),
+        ("pipeline", (), "a rank of this recipe steps only its part of the model"),
+        ("ddp", ("--zero",), "--zero is for sgd and adamw; drop it, or --optimizer mine:bias_first"),
+        (
+            "ddp",
+            ("--no-decay-norm-bias",),
+            "--no-decay-norm-bias is for sgd and adamw; drop it, and set each group's",
+        ),
+        ("ddp", ("--momentum", "0.5"), "--momentum 0.5 is for sgd; drop it, or use --optimizer sgd"),
+    ],
+)
+def test_options_that_an_own_optimizer_does_not_combine_with(recipe, argv, message):
+    module = importlib.import_module(f"recipes.{recipe}.train")
+    with refused(message):
+        module.options([*WELL, "--optimizer", "mine:bias_first", *argv]).check()
 
 
 WELL = ("--data", "mine:classes", "--model", "mine:net")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import math
 from collections.abc import Callable
@@ -21,7 +20,14 @@ from recipes.common.models.layers import is_sequential, layers
 from recipes.common.optim import autocast
 from recipes.common.options import Options
 from recipes.common.task import Classification, Task, in_float
-from recipes.common.user_code import add_derived, call_user_code, import_user_code, name_of, refusal
+from recipes.common.user_code import (
+    add_derived,
+    call_user_code,
+    check_restorable,
+    import_user_code,
+    name_of,
+    refusal,
+)
 
 
 def build_user_model(args: Options, data: Data) -> nn.Module:
@@ -239,16 +245,7 @@ def check_state(model: nn.Module, args: Options) -> None:
     """Raise UserError if a checkpoint could not restore the model from its state dict."""
     state = model.state_dict()
     for name, value in state.items():
-        file = io.BytesIO()
-        try:
-            if not isinstance(value, Tensor):
-                torch.save(value, file)
-                file.seek(0)
-                torch.load(file, weights_only=True)
-        except Exception as error:  # pickle and torch raise a dozen kinds
-            what = f"no checkpoint gives back {name}, {name_of(value)}"
-            fix = "let get_extra_state() return tensors, numbers, texts, or lists and dicts of them"
-            raise UserError(f"--model {args.model}: {what}; {fix}") from error
+        check_restorable(f"--model {args.model}", name, value, "let get_extra_state() return")
     if missing := [name for name, _ in model.named_parameters() if name not in state]:
         what = f"its state_dict() leaves out {missing[0]}, and a checkpoint has to give back all parameters"
         raise UserError(f"--model {args.model}: {what}; return all of them")

@@ -54,7 +54,7 @@ def build(args: Options, device: torch.device) -> tuple[Data, nn.Module, Optimiz
     """Return the data, and a new model and its optimizer."""
     data = load_data(args, device, on_bad_image=print)
     model = build_model(args, data).to(device)
-    return data, model, build_optimizer(args, model.parameters())
+    return data, model, build_optimizer(args, model)
 
 
 def timed_restore(path: Path, args: Options) -> float:
