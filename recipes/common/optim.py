@@ -94,7 +94,7 @@ def is_users(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def learning_rate(args: Options, step: int, total_steps: int) -> float:
-    """Return the rate of an optimizer step, counted from 0: linear warm-up, then cosine to zero, or constant.
+    """Return the rate of an optimizer step, counted from 0: linear warm-up, then cosine or constant.
 
     --scale-lr is the linear scaling rule of Goyal et al. 2017, https://arxiv.org/abs/1706.02677: the rate then
     depends on the global batch. It never depends on the number of processes.
@@ -105,7 +105,8 @@ def learning_rate(args: Options, step: int, total_steps: int) -> float:
     if args.lr_schedule == "constant":
         return peak
     share = (step - args.warmup_steps) / (total_steps - args.warmup_steps)
-    return peak * 0.5 * (1 + math.cos(math.pi * share))
+    cosine = 0.5 * (1 + math.cos(math.pi * share))
+    return peak * (args.min_lr_share + (1 - args.min_lr_share) * cosine)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

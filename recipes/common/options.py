@@ -355,7 +355,8 @@ class TrainingOptions(DataOptions):
     decay_norm_bias: bool = switch(
         "weight decay also of norms and biases: of parameters of fewer than two dimensions", default=True
     )
-    lr_schedule: str = choice("the learning rate after the warm-up; cosine: to zero", "cosine", "constant")
+    lr_schedule: str = choice("the learning rate after the warm-up", "cosine", "constant")
+    min_lr_share: float = option(0.0, fraction, "cosine: end at this share of the peak rate", "X")
     warmup_steps: int = option(100, non_negative_int, "steps in which the learning rate rises linearly", "N")
     label_smoothing: float = option(
         0.0, fraction, "classification: share of a target that is spread over all classes, in test_loss too", "X"
@@ -439,6 +440,8 @@ class Options(TrainingOptions):
 
     def check_optimizer(self) -> None:
         """Raise UserError if options of the optimizer and its schedule do not combine."""
+        if self.lr_schedule == "constant" and self.min_lr_share:
+            raise UserError(f"--min-lr-share {self.min_lr_share} is for --lr-schedule cosine; drop one of the two")
         if self.optimizer != "sgd" and self.momentum != Options.momentum:
             raise UserError(f"--momentum {self.momentum} is for sgd; drop it, or use --optimizer sgd")
         if is_user_code(self.optimizer):

@@ -175,6 +175,11 @@ class TestLearningRate:
         assert rates[6] == pytest.approx(0.8 * (1 + math.cos(math.pi / 4)) / 2)
         assert rates[12] == pytest.approx(0, abs=1e-12)
 
+    def test_the_cosine_ends_at_a_share_of_the_peak(self):
+        args = single.options(["--lr", "0.8", "--warmup-steps", "4", "--min-lr-share", "0.25"])
+        rates = [learning_rate(args, step, 12) for step in (0, 4, 8, 12)]
+        assert rates == pytest.approx([0.2, 0.8, 0.5, 0.2])
+
     def test_constant_stays(self):
         args = single.options(["--lr", "0.8", "--warmup-steps", "0", "--lr-schedule", "constant"])
         assert {learning_rate(args, step, 12) for step in range(12)} == {0.8}

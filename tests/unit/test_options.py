@@ -34,6 +34,7 @@ REFUSED = {
     "epochs": "unexpected argument 'epochs'; options begin with --",
     "--data digit": "--data: invalid choice 'digit'; did you mean 'digits'? (choose from digits,",
     "--optimizer adam": "did you mean 'adamw'?",
+    "--lr-schedule constant --min-lr-share 0.1": "--min-lr-share 0.1 is for --lr-schedule cosine; drop one",
     "--optimizer adamw --momentum 0.5": "--momentum 0.5 is for sgd; drop it, or use --optimizer sgd",
     "--amp fp61": "did you mean 'fp16'?",
     "--lr-schedule cosin": "did you mean 'cosine'?",
