@@ -376,7 +376,6 @@ class Options(TrainingOptions):
     """Precision, speed and repeatability."""
 
     has_shards = False  # not an option: whether the recipe's ranks hold shards of the model
-    steps_whole_model = True  # nor is this: whether a rank's optimizer steps all parameters, each of them whole
     device: str = choice("auto: GPUs where there are any", "auto", "cpu", "cuda")
     amp: str = choice("mixed precision; fp16: with a gradient scaler", "none", "bf16", "fp16")
     tf32: bool | None = switch(
@@ -445,8 +444,8 @@ class Options(TrainingOptions):
         if self.optimizer != "sgd" and self.momentum != Options.momentum:
             raise UserError(f"--momentum {self.momentum} is for sgd; drop it, or use --optimizer sgd")
         if is_user_code(self.optimizer):
-            if not self.steps_whole_model:
-                what = "a rank of this recipe steps only its part of the model"
+            if self.has_shards:
+                what = "a rank of this recipe holds only a part of each parameter"
                 raise UserError(f"--optimizer {self.optimizer}: {what}; use sgd or adamw, or RECIPE=ddp")
             if not self.decay_norm_bias:
                 raise UserError("--no-decay-norm-bias is for sgd and adamw; drop it, and set each group's decay")

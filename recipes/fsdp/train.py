@@ -53,7 +53,6 @@ class FSDPOptions(Options):
     """Fully sharded data parallelism."""
 
     has_shards = True
-    steps_whole_model = False
     replicas: int = option(1, positive_int, "copies of the model, each in shards over N/R ranks", "R")
     reshard_after_forward: bool = switch(
         "free a block's gathered weights after forward, and gather them again for backward", default=True

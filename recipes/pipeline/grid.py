@@ -27,7 +27,6 @@ PARTS_PER_STAGE = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
 class PipelineOptions(Options):
     """Pipeline."""
 
-    steps_whole_model = False
     stages: int = option(2, positive_int, "devices that a replica spans", "P")
     num_microbatches: int = option(4, positive_int, "equal pieces of a replica's batch", "M")
     schedule: str = option(

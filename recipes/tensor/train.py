@@ -47,7 +47,6 @@ class TensorOptions(Options):
     """Tensor parallelism."""
 
     has_shards = True
-    steps_whole_model = False
     tensor_parallel: int = option(2, positive_int, "ranks that split each layer", "N")
     sequence_parallel: bool = switch("vit-tiny and GPT: between split layers, a rank has 1/N of a sample's tokens")
     loss_parallel: bool = switch("GPT: split the vocabulary; a rank computes the loss from 1/N of the logits")

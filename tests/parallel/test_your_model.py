@@ -85,9 +85,11 @@ class SlowSample(Classification):
         return "a slow sample"
 
 class Slowing(torch.optim.SGD):
-    "Its rate falls with the number of steps, which it keeps in its groups."
+    "Its rate falls with the number of steps, which it keeps in its groups. All parameters have a state at once."
     def __init__(self, params, lr=0.1):
         super().__init__(params, lr, momentum=0.9)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     def step(self, closure=None):
         for group in self.param_groups:
             group["steps"] = group.get("steps", 0) + 1
@@ -335,7 +337,7 @@ def test_it_trains_on_one_curve_in_every_recipe(run, recipe):
 STEPPED = (*SPIRALS, "--lr", "0.01", "--lr-schedule", "constant", "--optimizer", "mine:head_first")
 
 
-@pytest.mark.parametrize("recipe", ["ddp", "horovod", *slow("scratch", "apex", "spawn")])
+@pytest.mark.parametrize("recipe", ["ddp", "horovod", *slow("pipeline", "scratch", "apex", "spawn")])
 def test_an_optimizer_of_your_own_steps_alike_in_every_recipe(run, recipe):
     path, single = run(recipe, 2, *STEPPED), run("single", 1, *STEPPED)
     assert losses(path) == pytest.approx(losses(single), rel=1e-5)
@@ -350,12 +352,15 @@ def test_an_optimizer_that_fails_on_one_rank_is_one_line(start):
     )
 
 
-@pytest.mark.parametrize("optimizer", ["head_first", "slowing"])
-def test_a_resume_restores_an_optimizer_of_your_own(run, start, tmp_path, optimizer):
+@pytest.mark.parametrize(
+    ("recipe", "optimizer"), [("ddp", "head_first"), ("pipeline", "slowing"), *slow(("ddp", "slowing"))]
+)
+def test_a_resume_restores_an_optimizer_of_your_own(run, start, tmp_path, recipe, optimizer):
     argv = ("--global-batch-size", "48", *STEPPED, "--optimizer", f"mine:{optimizer}", "--deterministic")
-    whole = run("ddp", 2, *argv)
-    start("ddp", 2, *argv, "--max-steps", "20").wait(check=True)
-    start("ddp", 2, *argv, "--resume", "auto").wait(check=True)
+    argv += SAME[recipe]
+    whole = run(recipe, 2, *argv)
+    start(recipe, 2, *argv, "--max-steps", "20").wait(check=True)
+    start(recipe, 2, *argv, "--resume", "auto").wait(check=True)
     assert is_equal(weights(tmp_path / "run"), weights(whole))
 
 

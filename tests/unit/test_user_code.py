@@ -609,16 +609,11 @@ def test_what_a_checkpoint_cannot_restore_of_an_own_optimizer_is_refused(name, m
         (
             "fsdp",
             (),
-            "--optimizer mine:bias_first: a rank of this recipe steps only its part of the model; use sgd or",
+            "--optimizer mine:bias_first: a rank of this recipe holds only a part of each parameter; use",
         ),
-        ("tensor", (), "a rank of this recipe steps only its part of the model"),
-        ("pipeline", (), "a rank of this recipe steps only its part of the model"),
+        ("tensor", (), "a rank of this recipe holds only a part of each parameter"),
         ("ddp", ("--zero",), "--zero is for sgd and adamw; drop it, or --optimizer mine:bias_first"),
-        (
-            "ddp",
-            ("--no-decay-norm-bias",),
-            "--no-decay-norm-bias is for sgd and adamw; drop it, and set each group's",
-        ),
+        ("ddp", ("--no-decay-norm-bias",), "--no-decay-norm-bias is for sgd and adamw; drop it, and set each"),
         ("ddp", ("--momentum", "0.5"), "--momentum 0.5 is for sgd; drop it, or use --optimizer sgd"),
     ],
 )
