@@ -51,7 +51,7 @@ class ContextOptions(Options):
         if self.context_parallel == 1:
             return
         if self.model not in GPTS:
-            fix = f"use {GPT_NAMES} with --data text, or --context-parallel 1"
+            fix = f"use {GPT_NAMES} with --data text or tokens, or --context-parallel 1"
             raise UserError(f"{flag}: --model {self.model} has no sequence that ranks can divide; {fix}")
         if self.task not in ("auto", "language-model"):
             raise UserError(f"{flag}: --task {self.task} may read whole sequences; drop it")
