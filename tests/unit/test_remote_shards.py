@@ -24,7 +24,7 @@ from recipes.common.data import load_data
 from recipes.common.data.cache import Cache, is_hole
 from recipes.common.data.shards import INDEX, RemoteImages, pack
 from recipes.common.data.stores import FsspecStore, open_store
-from recipes.common.data.workers import Keys, add_ahead
+from recipes.common.data.workers import BatchKeys
 from recipes.common.errors import UserError
 from recipes.common.seeding import permutation
 from recipes.common.task import SKIPPED
@@ -200,8 +200,10 @@ def test_reads_are_in_flight_together(shards):
 
 
 def test_each_batch_knows_the_next_ones_of_its_worker():
-    batches = [Keys([(0, 2 * i), (0, 2 * i + 1)]) for i in range(9)]
-    add_ahead(batches, workers=3, samples=3)
+    keys = BatchKeys(workers=3, samples=3)
+    keys.batches = list(torch.arange(18).split(2))
+    batches = list(keys)
+    assert batches[8] == [(0, 16), (0, 17)]
     ahead = [[i for _, i in batch.ahead] for batch in batches[:4]]
     assert ahead == [[6, 7, 12, 13], [8, 9, 14, 15], [10, 11, 16, 17], [12, 13]]
     assert [batch.ahead for batch in batches[6:]] == [[], [], []]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 import multiprocessing
 import os
 import signal
@@ -201,11 +200,29 @@ class Keys(list[tuple[int, int]]):
     """The keys of the batches that the same worker loads next."""
 
 
-def add_ahead(batches: Sequence[Keys], workers: int, samples: int) -> None:
-    """Set `ahead` of each batch to its worker's next batches: this many samples, rounded up to whole batches."""
-    for number, batch in enumerate(batches):
-        count = -(-samples // len(batch))
-        batch.ahead = list(itertools.chain(*batches[number + workers : number + workers * count + 1 : workers]))
+class BatchKeys:
+    """Yields the Keys of each batch of an epoch when the loader asks: all at once take 100 bytes a sample.
+
+    `samples` is how many a worker is to know ahead, rounded up to whole batches.
+    """
+
+    def __init__(self, workers: int, samples: int) -> None:
+        self.workers, self.samples = max(1, workers), samples
+        self.epoch, self.batches = 0, list[Tensor]()
+        """The indices of each batch's samples: int64."""
+
+    def __iter__(self) -> Iterator[Keys]:
+        for number, batch in enumerate(self.batches):
+            keys, last = Keys(self._keys(batch)), number + self.workers * -(-self.samples // len(batch))
+            keys.ahead = [
+                key
+                for later in self.batches[number + self.workers : last + 1 : self.workers]
+                for key in self._keys(later)
+            ]
+            yield keys
+
+    def _keys(self, batch: Tensor) -> Iterator[tuple[int, int]]:
+        return ((self.epoch, index) for index in batch.tolist())
 
 
 class LoadedSplit(Split):
@@ -235,8 +252,7 @@ class LoadedSplit(Split):
         self.dataset, self.device, self.on_fault, self.prepare = dataset, device, on_fault, prepare
         self.skips_damaged = args.skip_bad_images
         self.idle, self.has_warned = IdleClock(device), False
-        # (epoch, index) of the samples of each batch: the loader keeps its workers, and reads this in each epoch.
-        self.keys: list[Keys] = []
+        self.keys = BatchKeys(args.workers, getattr(dataset, "ahead", 0))
         self.loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_sampler=self.keys,
@@ -274,9 +290,8 @@ class LoadedSplit(Split):
 
         Raises WorkerError if a worker died, or no batch came within the bound.
         """
-        self.keys[:] = [Keys((epoch, i) for i in index.tolist()) for index in indices if len(index)]
-        if samples := getattr(self.dataset, "ahead", 0):
-            add_ahead(self.keys, max(1, self.loader.num_workers), samples)
+        # The loader keeps its workers, and reads the keys anew in each epoch.
+        self.keys.epoch, self.keys.batches = epoch, [index for index in indices if len(index)]
         with without_main(), bounded(self.bound_s):  # if workers are kept, this waits for each of them
             loaded = iter(self.loader)
         while True:
@@ -290,7 +305,7 @@ class LoadedSplit(Split):
                     self._report(fault, bool(is_damaged))
             inputs, targets = (tensor.to(self.device, non_blocking=True) for tensor in (inputs, targets))
             yield self.prepare(inputs), targets
-        self.keys.clear()
+        self.keys.batches = []
 
     def unreported(self) -> Split:
         """Return this split, whose samples that cannot be read are neither counted nor reported."""
