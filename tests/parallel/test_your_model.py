@@ -96,6 +96,12 @@ class Slowing(torch.optim.SGD):
             group["lr"] /= group["steps"]
         return super().step(closure)
 
+class Timed(Slowing):
+    def step(self, closure=None):
+        self.param_groups[0]["clock"] = time.time
+        return super().step(closure)
+
+timed = lambda named_parameters, lr, weight_decay: Timed([p for _, p in named_parameters], lr)
 fails_on_rank_1 = lambda *args: {"0": slowing}[os.environ["RANK"]](*args)
 slowing = lambda named_parameters, lr, weight_decay: Slowing([p for _, p in named_parameters], lr)
 
@@ -345,11 +351,19 @@ def test_an_optimizer_of_your_own_steps_alike_in_every_recipe(run, recipe):
     assert largest_difference(weights(single), weights(run("single", 1, *STEPPED, "--optimizer", "adamw"))) > 0.01
 
 
-def test_an_optimizer_that_fails_on_one_rank_is_one_line(start):
-    line = start("ddp", 2, *SPIRALS, "--optimizer", "mine:fails_on_rank_1").wait().refusal
-    assert re.fullmatch(
-        r"error: rank 1: --optimizer mine:fails_on_rank_1 failed: KeyError: '1' \(.*\); fix it .*", line
-    )
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        ("fails_on_rank_1", r"rank 1: --optimizer mine:fails_on_rank_1 failed: KeyError: '1' \(.*\); fix it .*"),
+        (
+            "timed",
+            "--optimizer mine:timed: no checkpoint gives back clock of a group, .*; let it keep tensors, .*",
+        ),
+    ],
+)
+def test_an_optimizer_that_does_not_work_ends_all_ranks_with_one_line(start, optimizer, words):
+    line = start("ddp", 2, *SPIRALS, "--optimizer", f"mine:{optimizer}").wait().refusal
+    assert re.fullmatch(f"error: {words}", line)
 
 
 @pytest.mark.parametrize(
