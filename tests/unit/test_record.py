@@ -317,6 +317,10 @@ class TestRecord:
             (tmp_path / "hang-report.txt").write_text(text)
             rename_report(tmp_path)
         assert [(tmp_path / f"hang-report-{i}.txt").read_text() for i in (1, 2)] == ["first", "second"]
+        (tmp_path / "hang-report-1.txt").unlink()
+        (tmp_path / "hang-report.txt").write_text("third")
+        rename_report(tmp_path)
+        assert [(tmp_path / f"hang-report-{i}.txt").read_text() for i in (1, 2)] == ["third", "second"]
 
 
 @pytest.mark.skipif(not shutil.which("git"), reason="there is no git; install it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shutil
 from datetime import datetime
@@ -76,8 +77,8 @@ def rename_report(folder: Path) -> None:
     shutil.rmtree(folder / "hang", ignore_errors=True)
     path = folder / "hang-report.txt"
     if path.exists():
-        number = len(list(folder.glob("hang-report-*.txt"))) + 1
-        path.rename(folder / f"hang-report-{number}.txt")
+        later = (folder / f"hang-report-{number}.txt" for number in itertools.count(1))
+        path.rename(next(name for name in later if not name.exists()))
 
 
 def remove_record(folder: Path, launcher_logs: str) -> None:
