@@ -351,18 +351,23 @@ def test_an_optimizer_of_your_own_steps_alike_in_every_recipe(run, recipe):
     assert largest_difference(weights(single), weights(run("single", 1, *STEPPED, "--optimizer", "adamw"))) > 0.01
 
 
+ALONE = r"rank 1: --optimizer mine:fails_on_rank_1 failed: KeyError: '1' \(.*\); fix it .*"
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "words"),
+    ("recipe", "optimizer", "words"),
     [
-        ("fails_on_rank_1", r"rank 1: --optimizer mine:fails_on_rank_1 failed: KeyError: '1' \(.*\); fix it .*"),
+        ("ddp", "fails_on_rank_1", ALONE),
         (
+            "ddp",
             "timed",
-            "--optimizer mine:timed: no checkpoint gives back clock of a group, .*; let it keep tensors, .*",
+            "--optimizer mine:timed: no checkpoint gives back clock of a group, .*; let it keep ten.*",
         ),
+        *slow(("pipeline", "fails_on_rank_1", ALONE)),
     ],
 )
-def test_an_optimizer_that_does_not_work_ends_all_ranks_with_one_line(start, optimizer, words):
-    line = start("ddp", 2, *SPIRALS, "--optimizer", f"mine:{optimizer}").wait().refusal
+def test_an_optimizer_that_does_not_work_ends_all_ranks_with_one_line(start, recipe, optimizer, words):
+    line = start(recipe, 2, *SPIRALS, "--optimizer", f"mine:{optimizer}").wait().refusal
     assert re.fullmatch(f"error: {words}", line)
 
 
