@@ -50,6 +50,9 @@ PLANS: dict[type[nn.Module], dict[str, str]] = {
     },
 }
 
+NEEDS_EVEN = torch.__version__ < "2.13"
+"""Whether ranks need equal numbers of tokens: others are not contiguous once gathered, and layers need that."""
+
 Packed = dict[str, int]
 """For each packed parameter, the rows of a rank's queries; its keys and its values have as many."""
 
@@ -142,6 +145,14 @@ def whole_logits(head: nn.Module, _: Any, logits: DTensor) -> Tensor:
     """Return the logits of a GPT's head, in training as shards and in evaluation whole."""
     # Tensor: evaluation all-gathers the logits: (N-1)/N x 4 x batch x positions x vocabulary bytes.
     return logits if head.training else logits.full_tensor()
+
+
+def check_tokens(model: nn.Module, length: int, ranks: int, needs_even: bool = NEEDS_EVEN) -> None:
+    """Raise UserError if --sequence-parallel would divide a sample's tokens unevenly, and torch cannot."""
+    tokens = model.embedding.position.shape[1] if isinstance(model, VisionTransformer) else length
+    if needs_even and tokens % ranks:
+        what = f"torch {torch.__version__} cannot divide {tokens} tokens by {ranks}; torch 2.13 can"
+        raise UserError(f"--sequence-parallel: {what}, or use a multiple of {ranks} tokens")
 
 
 def check_layers(model: nn.Module, pattern: str, style: str, name: str, ranks: int) -> None:

@@ -19,11 +19,11 @@ from recipes.common.errors import UserError
 from recipes.common.models import gpt
 from recipes.common.models.models import build_model
 from recipes.common.models.vit import VisionTransformer
-from recipes.tensor.plans import packed_boxes, swap
+from recipes.tensor.plans import NEEDS_EVEN, check_tokens, packed_boxes, swap
 from recipes.tensor.train import GradientSum, options
 from scripts.plan.__main__ import make_plan
 from tests import observe
-from tests.conftest import slow
+from tests.conftest import refused, slow
 from tests.parallel.test_fsdp import allocated, note_bytes
 from tests.support import ROOT, assert_goes_on, assert_same_end, losses, start_run, train
 
@@ -102,6 +102,7 @@ def test_frozen_parameters_stay_as_they_are(tmp_path, world_size, switches):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(NEEDS_EVEN, reason="torch before 2.13 divides no such sequence; install a later one")
 def test_sequences_that_do_not_divide_and_sharded_checkpoints(tmp_path):
     """The 4 ranks of a replica have 2, 2, 1 and 0 of 5 positions; single resumes from their shards."""
     argv = (*MODELS["gpt-tiny"], *STEPS, "--seq-len", "5", "--global-batch-size", "6")
@@ -247,6 +248,15 @@ def test_switches_that_would_do_nothing_or_harm_are_refused():
         options(["--tensor-parallel", "1", FULL])
     with pytest.raises(UserError, match="--compile-mode max-autotune: with --fully-shard, CUDA graphs of blocks"):
         options([FULL, "--compile", "--compile-mode", "max-autotune"])
+
+
+def test_on_an_older_torch_ranks_need_equal_numbers_of_tokens():
+    vit, other = VisionTransformer(1, 10, 10), nn.Module()
+    for model, length, tokens in ((vit, 1, 25), (other, 5, 5)):
+        check_tokens(model, length, 4, needs_even=False)
+        check_tokens(model, length, tokens, needs_even=True)
+        with refused(f"cannot divide {tokens} tokens by 4; torch 2.13 can, or use a multiple of 4 tokens"):
+            check_tokens(model, length, 4, needs_even=True)
 
 
 # ---- bytes on the wire
