@@ -572,3 +572,15 @@ def test_a_resume_says_that_the_data_have_changed(tmp_path, single, monkeypatch)
     assert "the test set" not in warning
     epochs = [line["step"] for line in metrics(tmp_path / "a") if line["kind"] == "epoch"]
     assert epochs == [8, 16, 24, 24, 28, 32]
+
+
+def test_a_complete_run_stays_as_it_is_although_its_data_have_shrunk(tmp_path, single, monkeypatch):
+    """Its steps are now more epochs than it has counted, and it must not go on to count them."""
+    argv = ("a", "--data", "tests.unit.test_resume:growing", "--global-batch-size", "8", "--max-steps", "20")
+    monkeypatch.setenv("SAMPLES", "64")
+    single(*argv)
+    before = contents(tmp_path / "a")
+    monkeypatch.setenv("SAMPLES", "32")
+    monkeypatch.setattr(loop, "evaluate", None)
+    assert "is complete: nothing to train" in "".join(single(*argv, "--resume", "auto"))
+    assert contents(tmp_path / "a") == before
