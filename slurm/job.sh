@@ -166,7 +166,7 @@ refuse_in_config() {
 begin_script() {
     export RUN_DIR=$RUNS_DIR/$1 RESUME=${RESUME:-none}
     run_dir=$RUN_DIR
-    if ((restarts > 0)); then RESUME=auto; fi
+    if ((restarts > 0)) && [[ -e $run_dir/slurm/.first-start-$job ]]; then RESUME=auto; fi
     mkdir -p "$RUNS_DIR" || refuse "cannot make $RUNS_DIR; choose another RUNS_DIR" # a container mounts it
     (exec_python -m scripts.launch.script --check "$SCRIPT") || exit 2
     if [[ $RESUME == none && -n $(ls -A "$run_dir" 2>/dev/null) ]]; then
@@ -187,8 +187,9 @@ set_options() {
     fi
 }
 
-# Whether an earlier start of this job has begun its record: an older one is of another job, and --overwrite replaces it.
-has_record() { ((restarts > 0)) && [[ -e $run_dir/config.json && ! $run_dir/config.json -ot $first_start ]]; }
+# Whether an earlier start of this job has begun its record: what the first one found is of another job, and --overwrite replaces
+# it. Times do not show that: a node's clock and a file server's may differ.
+has_record() { ((restarts > 0)) && [[ -e $run_dir/config.json && $(<"$run_dir/config.json") != "$(<"$first_start")" ]]; }
 
 # Print a free port, derived from the job id and the restart, so that jobs on the same nodes differ. Ports from 20000 to
 # 31999 are below Linux's range for outgoing connections. /proc/net lists the sockets of all addresses.
@@ -395,10 +396,9 @@ is_plain_name() {
 # preempted and did not end within the grace time. The first start removes what another job of this number has left.
 leave_if_complete() {
     complete=$logs/.complete-$job first_start=$logs/.first-start-$job
-    if ((restarts == 0)); then
-        rm -f "$complete"
-        touch "$first_start"
-    fi
+    if ((restarts == 0)); then rm -f "$complete"; fi
+    # Slurm also counts a start that never ran this script, as its node was lost before.
+    if ((restarts == 0)) || [[ ! -e $first_start ]]; then cat "$run_dir/config.json" >"$first_start" 2>/dev/null; fi
     if [[ -e $complete ]]; then
         echo "job $job, start $((restarts + 1)): an earlier start has completed; to run it again, submit another job"
         exit 0
@@ -472,7 +472,7 @@ begin_submitted() {
     rm -f "$STATUS_FILE"
     touch "$started"
     leave_if_complete
-    if has_record; then HAS_RECORD=1; fi
+    if has_record; then HAS_RECORD=1; elif ((restarts > 0)) && [[ ! -e $run_dir/config.json ]]; then HAS_RECORD=0; fi
     trap : TERM # the ranks get it, too, and write a checkpoint
     fill_sockets
     show_share submit

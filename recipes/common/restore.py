@@ -124,11 +124,14 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
 def position_of(content: dict[str, Any], steps_per_epoch: int, total_steps: int) -> Position:
     """Return a checkpoint's position in a run that may be longer than the one that wrote it."""
     position = Position(**content["position"])
+    is_evaluated = position.evaluated_step == position.step
     if position.step < total_steps:
         # A run that --max-steps ended within an epoch counted that epoch as done; a longer run completes it.
         position.epoch = min(position.epoch, position.step // steps_per_epoch)
-        # If the data set has shrunk, the steps done make more epochs: all but the last of these count as done.
-        position.epoch = max(position.epoch, -(-position.step // steps_per_epoch) - 1)
+        is_evaluated = False
+    # If the data set has shrunk, the steps done make more epochs: all but the last of these count as done, and the
+    # last if there are no more steps to do, and these are evaluated.
+    position.epoch = max(position.epoch, -(-position.step // steps_per_epoch) - (not is_evaluated))
     return position
 
 

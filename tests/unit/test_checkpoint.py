@@ -479,6 +479,7 @@ def test_options_without_meaning_for_the_data_may_differ(folder):
         (25, 2, 100, 2),
         (55, 2, 100, 5),  # 20 steps an epoch, then 10: the sixth epoch is under way
         (50, 2, 100, 4),  # the fifth epoch is trained, and is evaluated before the sixth
+        (50, 2, 50, 4),  # the same without a sixth
     ],
 )
 def test_position_of_a_longer_run(step, epoch, total_steps, expected):

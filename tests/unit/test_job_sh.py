@@ -1081,30 +1081,51 @@ def test_a_slurm_that_does_not_answer_is_no_obstacle(job, tmp_path):
     assert (done.returncode, done.stdout.count("\n"), done.stderr) == (0, 1, "")
 
 
+BEGIN_RECORD = 'echo "{}" >"$run_dir/config.json"'
+"""What rank 0 does once the ranks have met."""
+
+
 @pytest.mark.parametrize(
     ("resume", "has_begun", "added"),
     [("none", False, True), ("auto", False, True), ("other.pt", False, False), ("other.pt", True, True)],
 )
-def test_a_job_that_starts_again_goes_on_with_its_record(job, tmp_path, resume, has_begun, added):
+def test_a_job_that_starts_again_goes_on_with_its_record(job, resume, has_begun, added):
     """A job that was to begin from another run's checkpoint, and has not begun, begins from it again."""
-    if has_begun:
-        (tmp_path / "runs/mine").mkdir(parents=True)
-        (tmp_path / "runs/mine/config.json").touch()
     given = f"--name mine --resume {resume}"
+    assert job(begin=f'begin_job ddp "$@" {given}', then=BEGIN_RECORD if has_begun else "").returncode == 0
     done = job(begin=f'begin_job ddp "$@" {given}', then='echo "${options[*]}"', SLURM_RESTART_COUNT="1")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1].endswith(f"{given} --resume auto" if added else given)
 
 
-@pytest.mark.parametrize(("then", "goes_on"), [(RECORD, True), (":", False), ('rm "$run_dir/config.json"', True)])
+@pytest.mark.parametrize(
+    ("then", "goes_on"),
+    [
+        (BEGIN_RECORD, True),
+        (f'{BEGIN_RECORD}; touch -d 2020-01-01 "$run_dir/config.json"', True),  # by the clock of a file server
+        (":", False),
+        (RECORD, False),
+        ('rm "$run_dir/config.json"', True),
+        ("", False),
+    ],
+)
 def test_a_job_that_starts_again_resumes_no_record_that_it_replaces(job, tmp_path, then, goes_on):
-    """Its first start may end before its ranks meet: a port is taken, or a node is lost."""
+    """Its first start may end before its ranks meet (a port is taken), or before its script (a node is lost)."""
     (tmp_path / "runs/mine").mkdir(parents=True)
-    (tmp_path / "runs/mine/config.json").touch()
+    (tmp_path / "runs/mine/config.json").write_text("another launch")
     given = ("--name", "mine", "--overwrite")
-    assert job(*given, then=f"sleep 0.02; {then}").returncode == 0
+    assert not then or job(*given, then=then).returncode == 0
     again = job(*given, then='echo "${options[*]}"', SLURM_RESTART_COUNT="1").stdout
     assert again.endswith("--resume auto\n") == goes_on
+
+
+def test_a_script_whose_first_start_never_ran_resumes_nothing_unasked(script, tmp_path):
+    """Slurm counts a start whose node was lost before."""
+    (tmp_path / "runs/mine").mkdir(parents=True)
+    (tmp_path / "runs/mine/model.pt").touch()
+    done = script("echo begun", SLURM_RESTART_COUNT="1")
+    assert (done.returncode, "begun" in done.stdout) == (2, False)
+    assert "is not empty; set RESUME=auto to resume this run, or choose another NAME" in done.stderr
 
 
 def test_the_command_that_resumes_a_script_can_be_pasted(job, tmp_path):
@@ -1121,13 +1142,15 @@ def test_the_command_that_resumes_a_script_can_be_pasted(job, tmp_path):
     ]
 
 
-@pytest.mark.parametrize(("then", "says"), [(RECORD, "1"), (":", ""), ('rm "$run_dir/config.json"', "")])
+@pytest.mark.parametrize(
+    ("then", "says"), [(BEGIN_RECORD, "1"), (":", ""), ('rm "$run_dir/config.json"', "0"), ("", "")]
+)
 def test_a_submitted_job_that_starts_again_tells_its_ranks_whether_it_has_a_record(
     submitted, tmp_path, then, says
 ):
-    (tmp_path / "runs/mine/config.json").touch()
+    (tmp_path / "runs/mine/config.json").write_text("another launch")
     says_so = 'echo "has record: $HAS_RECORD"; '
-    assert "has record: \n" in submitted("", 1, f"{says_so} {then}").stdout
+    assert not then or "has record: \n" in submitted("", 1, f"{says_so} {then}").stdout
     assert f"has record: {says}\n" in submitted("", 1, says_so + ":", SLURM_RESTART_COUNT="1").stdout
 
 

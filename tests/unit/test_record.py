@@ -171,6 +171,18 @@ class TestRecord:
             assert deleted.pop() == "config.json"
         assert len(deleted) == 6
 
+    @pytest.mark.parametrize("flags", [["--overwrite"], ["--resume", "auto"]])
+    def test_a_launch_that_was_killed_as_it_replaced_a_run_is_no_obstacle(self, tmp_path, monkeypatch, flags):
+        """Of config.json, it has left the temporary file."""
+        self.open(tmp_path, "--name", "a")
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", lambda *given: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                self.open(tmp_path, "--name", "a", "--overwrite")
+        assert [path.name for path in (tmp_path / "a").iterdir()] == [".config.json.tmp"]
+        self.open(tmp_path, "--name", "a", *flags)
+        assert len(json.loads((tmp_path / "a/config.json").read_text())["launches"]) == 1
+
     def test_a_launchers_logs_are_no_run_and_stay(self, tmp_path):
         log = tmp_path / "a" / "slurm" / "n1.txt"
         log.parent.mkdir(parents=True)

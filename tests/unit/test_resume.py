@@ -158,6 +158,20 @@ def test_where_no_checkpoint_is_good_nothing_begins(run, single):
     assert newest_checkpoint(run)["position"]["step"] == 1
 
 
+def test_a_run_killed_before_its_first_checkpoint_has_its_name_resumes(tmp_path, single, monkeypatch):
+    """That checkpoint is the best one so far, and is linked as such first."""
+    replace = Path.replace
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", lambda path, to: 1 / 0 if to.name[:5] == "step-" else replace(path, to))
+        with pytest.raises(UserError, match="division by zero"):
+            single("a", "--max-steps", "12", "--evaluate-every", "8")
+    names = {path.name for path in (tmp_path / "a/checkpoints").iterdir()}
+    assert names == {"best.pt", "step-000000008.tmp"}
+    lines = single("a", "--max-steps", "12", "--evaluate-every", "8", "--resume", "auto")
+    assert f"resumed from {tmp_path}/a/checkpoints/best.pt at step 8" in lines
+    assert [line["step"] for line in metrics(tmp_path / "a") if "loss" in line] == list(range(1, 13))
+
+
 def test_a_complete_run_without_checkpoints_is_refused(run, single):
     shutil.rmtree(run / "checkpoints")
     with refused_and_left(run, r"a is complete, and its checkpoints are gone; .*--overwrite"):
@@ -573,3 +587,15 @@ def test_a_resume_says_that_the_data_have_changed(tmp_path, single, monkeypatch)
     assert "the test set" not in warning
     epochs = [line["step"] for line in metrics(tmp_path / "a") if line["kind"] == "epoch"]
     assert epochs == [8, 16, 24, 24, 28, 32]
+
+
+def test_a_complete_run_stays_as_it_is_although_its_data_have_shrunk(tmp_path, single, monkeypatch):
+    """Its steps are now more epochs than it has counted, and it must not go on to count them."""
+    argv = ("a", "--data", "tests.unit.test_resume:growing", "--global-batch-size", "8", "--max-steps", "20")
+    monkeypatch.setenv("SAMPLES", "64")
+    single(*argv)
+    before = contents(tmp_path / "a")
+    monkeypatch.setenv("SAMPLES", "32")
+    monkeypatch.setattr(loop, "evaluate", None)
+    assert "is complete: nothing to train" in "".join(single(*argv, "--resume", "auto"))
+    assert contents(tmp_path / "a") == before

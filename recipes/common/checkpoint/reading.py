@@ -5,6 +5,7 @@ A checkpoint counts as bad only if the bytes of a file prove it. An error of the
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
@@ -62,13 +63,19 @@ def read_newest(
             old.rename(old.with_name(f"{old.name}.bad"))
         return path, content
     names = names_in(folder.folder)
+    best = folder.folder / "best.pt" if "best.pt" in names else None
+    if best and not paths:
+        with contextlib.suppress(BadCheckpointError):
+            content = read_checkpoint(best, check)
+            # The run was killed after this link to its first checkpoint was made, and before that had its name.
+            if f"step-{content['position']['step']:09d}.tmp" in names:
+                return best, content
     others = sorted(name for name in names if name.endswith((".pt", ".pt.bad")))
     if not others:
         return None
     what = f"no good checkpoint in {folder.folder}, only {', '.join(others[:3])}"
     if paths:
         what = f"none of the {len(paths)} checkpoints in {folder.folder} is good"
-    best = folder.folder / "best.pt" if "best.pt" in names else None
     if set_aside:
         other = f"try --resume {best} under another --name, or " if best else ""
         fix = f"{other}begin again from step 0 with --overwrite and --resume none"

@@ -87,7 +87,8 @@ def _new_run(args: Options, recipe: str) -> Path:
         folder = args.runs_dir / args.name
         folder.mkdir(exist_ok=True)  # a launcher may have put its logs there
         try:
-            found = [path for path in folder.iterdir() if path.name != LAUNCHER_LOGS]
+            # Hidden files are what a launch that was killed, or NFS, has left of a run that was replaced.
+            found = [path for path in folder.iterdir() if path.name != LAUNCHER_LOGS and path.name[0] != "."]
             claims = [path for path in found if path.name == "metrics.jsonl" and not path.stat().st_size]
             # A job that starts again before its record has begun names what it begins from again.
             is_again = bool(claims and (args.weights or args.resume not in ("none", "auto")))
