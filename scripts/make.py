@@ -284,13 +284,13 @@ def run_installer(argv: list[str]) -> None:
 
 
 def typed_variables() -> dict[str, str]:
-    """Return the variables of make's command line, which MAKEFLAGS lists after a lone --."""
+    """Return the variables as typed in make's command line; MAKEFLAGS lists them backwards after a lone --."""
     flags, _, variables = f" {os.environ.get('MAKEFLAGS', '')}".partition(" -- ")
     if re.match(r" \w+=", flags):  # make before 4.0 (macOS, RHEL 7) leaves out the dashes if there are no flags
         variables = flags
     # make escapes blanks and backslashes with a backslash, and leaves quotes and line breaks as they are.
     words = [re.sub(r"(?s)\\(.)", r"\1", word) for word in re.findall(r"(?s)(?:\\.|[^ ])+", variables)]
-    return {name: text for name, _, text in (word.replace("$$", "$").partition("=") for word in words)}
+    return {name: text for name, _, text in (word.replace("$$", "$").partition("=") for word in reversed(words))}
 
 
 def make_line(target: str) -> str:

@@ -340,7 +340,18 @@ def test_the_line_of_the_record_has_no_secrets(monkeypatch):
     secrets = ["HF_TOKEN=t", "AWS_SECRET_ACCESS_KEY=k", "X_PASSWD=p", "wandb_api_key=k", "GIT_PAT=p", "DB_PWD=p"]
     words = ["RECIPE=ddp", "AWS_REGION=eu", "HF_HOME=/x", "NCCL_IB_PKEY=1", "TOKENIZERS_PARALLELISM=false"]
     monkeypatch.setenv("MAKEFLAGS", " ".join([" --", *secrets, *words]))
-    assert make.make_line("run") == f"make run {' '.join(words)}"
+    assert make.make_line("run") == f"make run {' '.join(reversed(words))}"
+
+
+def test_the_line_of_the_record_has_the_order_in_which_it_was_typed(tmp_path, monkeypatch):
+    """make itself lists the last variable first."""
+    python = tmp_path / "python"
+    write_program(python, PYTHON_THAT_DUMPS_ITS_ENVIRONMENT)
+    typed = [f"PYTHON={python}", "RECIPE=ddp", "NODES=2", "NAME=mine", "ARGS=--epochs"]
+    assert run_command("make", "run", *typed).status == 0
+    environment = dict(item.split("=", 1) for item in (tmp_path / "environment").read_text().split("\0") if item)
+    monkeypatch.setenv("MAKEFLAGS", environment["MAKEFLAGS"])
+    assert make.make_line("run") == f"make run {' '.join(typed)}"
 
 
 def test_a_failed_installation_is_the_end(monkeypatch):
