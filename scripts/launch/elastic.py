@@ -48,7 +48,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from recipes.common.errors import UserError
-from recipes.common.options import read_number
+from recipes.common.options import Parser, read_number, whole_number
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.node import Failure, Node, wait_for_head
 from recipes.common.process.open_files import allow_connections
@@ -598,8 +598,13 @@ def own_status(status: int) -> int:
 @command
 def main(argv: list[str]) -> None:
     """Serve the store."""
+    parser = Parser("python -m scripts.launch.elastic", "Serve the store of an elastic job, until it is killed.")
+    parser.add_argument("port", type=whole_number(1, 65535), metavar="PORT")
+    parser.add_argument("address", nargs="?", default="", metavar="ADDRESS", help="listen here (all addresses)")
+    parser.add_argument("ready_file", nargs="?", default="", metavar="READY_FILE", help="made once it serves")
+    args = parser.parse_words(argv)
     end_with_launcher()
-    serve(int(argv[0]), *argv[1:])
+    serve(args.port, args.address, args.ready_file)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,13 @@ def test_so_is_that_of_an_elastic_job_on_this_machine(monkeypatch, address, plac
     assert rejoin.start_store(None)[1:] == ["-m", "scripts.launch.elastic", port, place]
 
 
+def test_the_store_refuses_a_port_that_is_none(capsys):
+    assert elastic.main(["node-a:29500"]) == 2
+    assert capsys.readouterr().err == "error: PORT: expects a whole number from 1 to 65535, got 'node-a:29500'\n"
+    assert elastic.main([]) == 2
+    assert capsys.readouterr().err == "error: the following arguments are required: PORT\n"
+
+
 @pytest.fixture
 def store(monkeypatch):
     """A job's store, with short timeouts."""
