@@ -80,7 +80,7 @@ same: ## Check that your own script trains the same at 1, 2 and 3 processes
 
 plan: ## Predict step time, memory, hours and cost of a job of any size
 #: RECIPE=ddp MODEL=resnet50 NODES=512 GPUS=8 FABRIC=ib-400
-#: CHECK=1 compares with real runs, CHECK=mlperf with published
+#: CHECK=1 compares with real runs here, CHECK=mlperf with published runs
 
 bench: ## Measure speed against the machine's limits and other tools
 #: PARTS="small-data wire" ROUNDS=5
@@ -105,7 +105,7 @@ push: ## Push the image of a recipe
 
 ##@ Develop
 
-test: ## Run the tests that take minutes, as an ordinary user or as root
+test: ## Run the quick tests (minutes), which need neither root nor a cluster
 #: ARGS="-k resume -x"
 
 test-all: ## Run all tests

@@ -33,7 +33,7 @@ from k8s.manifest import INSTANCE, KINDS, PLACEHOLDER, Request, pod_templates, r
 from recipes.common.errors import UserError
 from recipes.common.options import Options, positive_int, whole_number
 from scripts.doctor import __main__ as doctor
-from scripts.launch.command import CommandParser, check_names, check_recipe, command, count, parse
+from scripts.launch.command import RECIPE_OPTIONS, CommandParser, check_names, check_recipe, command, count, parse
 from scripts.launch.recipe_options import read_option
 
 OWN_LABEL = "app.kubernetes.io/name=cluster-recipes"
@@ -482,7 +482,7 @@ def delete(cluster: Cluster, name: str) -> None:
 
 def parse_args(argv: Sequence[str]) -> Namespace:
     """Return the command's own arguments, with the recipe's in `options`; raises UserError."""
-    parser = CommandParser("python -m k8s.apply", __doc__)
+    parser = CommandParser("python -m k8s.apply", __doc__, RECIPE_OPTIONS)
     add = parser.add_argument
     add("recipe", nargs="?", default="", metavar="RECIPE")
     add("--kind", default="", help=f"{', '.join(KINDS)} (default: indexed-job)")

@@ -36,6 +36,7 @@ from recipes.common.process.node import shell_status
 from scripts.launch import script
 from scripts.launch.command import (
     ONE_PROCESS,
+    RECIPE_OPTIONS,
     ROOT,
     CommandParser,
     check_recipe,
@@ -74,7 +75,7 @@ REFUSED = {
 
 def parse_args(argv: Sequence[str]) -> Namespace:
     """Return this command's own arguments, with the recipe's (after --) in `options`; raises UserError."""
-    parser = CommandParser("python -m slurm.submit", __doc__)
+    parser = CommandParser("python -m slurm.submit", __doc__, RECIPE_OPTIONS)
     parser.add_argument("recipe", metavar="RECIPE")
     add = parser.add_argument_group("resources (default: the cluster's)").add_argument
     add("--nodes", type=positive_int, default=1, metavar="N", help="number of nodes")

@@ -1,4 +1,4 @@
-"""Context parallelism times data parallelism: each sequence divided over the ranks of a replica.
+"""Context parallelism x data parallelism: the ranks of a replica divide each sequence, the replicas the batch.
 
     make run RECIPE=context NODES=2 NPROC_PER_NODE=2 ARGS="--data text"
     .venv/bin/torchrun --nproc-per-node=4 -m recipes.context.train --context-parallel 4 --data text --seq-len 1024

@@ -1,4 +1,4 @@
-"""Pipeline times DDP: the layers of a model spread over the processes of a replica, and replicas side by side.
+"""Pipeline parallelism x DDP: the processes of a replica divide its layers, the replicas the batch.
 
     make run RECIPE=pipeline NODES=2 NPROC_PER_NODE=2
     .venv/bin/torchrun --nproc-per-node=2 -m recipes.pipeline.train --model resnet18 --data cifar10 --balance cost

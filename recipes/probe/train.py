@@ -1,4 +1,4 @@
-"""Which process is which: the map of ranks, nodes and devices that a launcher gives, proven by an all-reduce.
+"""Which process is which: the map of ranks, nodes and devices that a launcher gives, checked by an all-reduce.
 
     make run RECIPE=probe NODES=2 NPROC_PER_NODE=2
     mpirun -np 4 .venv/bin/python -m scripts.launch.mpirun recipes.probe.train

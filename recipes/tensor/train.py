@@ -1,4 +1,4 @@
-"""Tensor parallelism times data parallelism: layers split over the ranks of a replica, and replicas side by side.
+"""Tensor parallelism x data parallelism: the ranks of a replica split each layer, the replicas divide the batch.
 
     make run RECIPE=tensor NODES=2 NPROC_PER_NODE=2
     .venv/bin/torchrun --nproc-per-node=4 -m recipes.tensor.train --tensor-parallel 4 --data text --model gpt-tiny

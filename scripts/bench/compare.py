@@ -24,6 +24,7 @@ from recipes.common.errors import UserError
 from recipes.common.process.entry import USAGE_STATUS
 from scripts.launch.command import (
     ONE_PROCESS,
+    RECIPE_OPTIONS,
     ROOT,
     Column,
     CommandParser,
@@ -157,7 +158,7 @@ def main(argv: list[str]) -> int:
 
     The first recipe that fails ends it: return 2 if that recipe refused its options, else 1.
     """
-    parser = CommandParser("python -m scripts.bench.compare", __doc__)
+    parser = CommandParser("python -m scripts.bench.compare", __doc__, RECIPE_OPTIONS)
     parser.add_argument("recipes", nargs="*", metavar="RECIPE")
     parser.add_argument("--nodes", type=count, default=1, help="nodes on this machine")
     parser.add_argument("--nproc-per-node", type=count, help="processes per node (its GPUs, else 1)")

@@ -1,4 +1,4 @@
-"""Look at a cluster before training on it, and name what is wrong with its remedy, a line each.
+"""Check a cluster before training, and print a line for each fault, with its remedy.
 
     make doctor NODES=2                                   nodes on this machine
     NNODES=2 NODE_RANK=0 MASTER_ADDR=node-a MASTER_PORT=29500 python -m scripts.doctor      on each node

@@ -42,8 +42,19 @@ FLAGS |= {"--gpus-per-node": "GPUS", "--cpus-per-task": "CPUS"}
 """The variable of make that sets a flag."""
 
 
+RECIPE_OPTIONS = "Options of the recipe come after --, such as -- --epochs 3"
+"""The end of a command's help."""
+
+
 class CommandParser(Parser):
-    """A parser whose errors name the variable of make that sets a flag: NODES for --nodes."""
+    """A parser whose errors name the variable of make that sets a flag: NODES for --nodes.
+
+    Its help ends with `epilog`.
+    """
+
+    def __init__(self, prog: str, doc: str | None, epilog: str = "") -> None:
+        super().__init__(prog, doc)
+        self.epilog = epilog
 
     def error(self, message: str) -> None:  # type: ignore[override]
         """Raise a UserError with the message that argparse would print after its usage text."""

@@ -42,6 +42,7 @@ from scripts.launch import script
 from scripts.launch.command import (
     NOT_ELASTIC,
     ONE_PROCESS,
+    RECIPE_OPTIONS,
     CommandParser,
     check_recipe,
     command,
@@ -373,7 +374,7 @@ def check_elastic(args: Namespace) -> tuple[int, int] | None:
 
 def parse_args(argv: list[str]) -> Namespace:
     """Return the launcher's own arguments, with the recipe's (after --) in `options`."""
-    parser = CommandParser("python -m scripts.launch.local", __doc__)
+    parser = CommandParser("python -m scripts.launch.local", __doc__, RECIPE_OPTIONS)
     parser.add_argument("recipe", nargs="?", default="")
     parser.add_argument("--nodes", type=count, default=1, help="nodes on this machine")
     parser.add_argument("--nproc-per-node", type=count, help="processes per node (its GPUs, else 1)")

@@ -76,7 +76,7 @@ def refuse(message: str, rank: int | None = None) -> NoReturn:
 def parse_args(argv: list[str]) -> Namespace:
     """Return this module's own arguments, the module to start and its options; raises UserError."""
     parser = Parser("python -m scripts.launch.mpirun", __doc__)
-    parser.add_argument("--nproc-per-node", type=positive_int, metavar="N", help="play nodes of N processes each")
+    parser.add_argument("--nproc-per-node", type=positive_int, metavar="N", help="simulate nodes of N processes")
     parser.add_argument("module", nargs="?", default="", metavar="MODULE")
     parser.add_argument("options", nargs=REMAINDER, metavar="OPTIONS")
     args, unknown = parser.parse_known_args(argv)

@@ -132,7 +132,8 @@ def check_cases(*cases: tuple[Any, str]) -> None:
 
 def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
     """Return the plan's own options and the recipe's; raises UserError."""
-    parser = CommandParser("python -m scripts.plan", __doc__)
+    epilog = "Options of the recipe are accepted, too, such as --model resnet50 --amp bf16"
+    parser = CommandParser("python -m scripts.plan", __doc__, epilog)
     parser.add_argument("recipe", nargs="?", default="", metavar="RECIPE")
     parser.add_argument("--measure", action="store_true", help="measure the computing time on one device here")
     for title, own in OWN_OPTIONS.items():

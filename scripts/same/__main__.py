@@ -45,7 +45,8 @@ STOP_SHARE = 0.6
 
 def parse_args(argv: Sequence[str]) -> Namespace:
     """Return the options; words after -- are the script's. Raises UserError."""
-    parser = CommandParser("python -m scripts.same", __doc__)
+    epilog = "Options of the script come after --, such as -- --batch-size {local_batch}"
+    parser = CommandParser("python -m scripts.same", __doc__, epilog)
     add = parser.add_argument
     add("script", nargs="?", default="", metavar="SCRIPT", help="a file, or a module's dotted name")
     add("--global-batch", type=positive_int, metavar="N", help="samples of a step over all processes")

@@ -11,15 +11,18 @@ import subprocess
 
 import pytest
 
+from k8s import apply
 from recipes.common.options import Parser
-from scripts.bench import claims
+from scripts.bench import claims, compare
 from scripts.bench.commbench import __main__ as commbench
 from scripts.bench.commbench import rank as commbench_rank
 from scripts.bench.report import evidence
 from scripts.doctor import __main__ as doctor
 from scripts.doctor import gpus
 from scripts.drill import __main__ as drill
+from scripts.launch import local
 from scripts.plan import __main__ as plan
+from scripts.same import __main__ as same
 from slurm import submit
 from tests.support import ROOT, run_command
 from tests.unit.test_evidence import faults
@@ -175,6 +178,14 @@ def test_make_help_lists_every_target_in_groups():
     assert max(map(len, shown)) <= 100
     phony = re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[1].split()
     assert sorted(phony) == sorted(TARGETS)
+
+
+@pytest.mark.parametrize("command", [local, submit, apply, compare, plan, same])
+def test_help_says_where_the_options_of_the_recipe_or_script_go(command, capsys):
+    with pytest.raises(SystemExit):
+        getattr(command, "parse_args", command.main)(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"Options of the (recipe|script) (come after --|are accepted, too), such as ", shown)
 
 
 def test_make_list_names_every_recipe_in_a_line():
