@@ -10,16 +10,18 @@ MASTER_ADDR:MASTER_PORT over IPv4. Signals, exit codes and orphans are handled a
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import importlib.util
 import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 from recipes.common.errors import UserError
-from recipes.common.process.node import Node, check_head
+from recipes.common.process.node import Node, check_head, missing_nodes_error
 from recipes.common.process.open_files import allow_connections
 from recipes.common.process.ranks import bind_address
 from recipes.common.process.rendezvous_errors import port_taken_error
@@ -27,7 +29,7 @@ from scripts.launch.agent import main
 from scripts.launch.rank_processes import rank_command, run_processes
 
 
-@contextmanager
+@contextlib.contextmanager
 def rendezvous(node: Node) -> Iterator[None]:
     """On node 0, serve the rendezvous through which Horovod's processes find each other; raises UserError."""
     if node.node_rank > 0:
@@ -49,6 +51,35 @@ def rendezvous(node: Node) -> Iterator[None]:
         yield
     finally:
         server.shutdown()
+
+
+def meet_nodes(node: Node) -> None:
+    """Wait until all nodes have come to node 0's rendezvous, before their processes start.
+
+    If these wait for a node that does not come, Horovod aborts them without its number. Raises MissingNodeError.
+    """
+    deadline, missing = time.monotonic() + node.rdzv_timeout_s, list(range(1, node.nnodes))
+    while True:
+        # Node 0 looks for all, and the others for its word.
+        if node.node_rank == 0:
+            missing = [rank for rank in missing if not ask(node, "GET", str(rank))]
+            if not missing and ask(node, "PUT", "all"):
+                return
+        elif ask(node, "PUT", str(node.node_rank)) and ask(node, "GET", "all"):
+            return
+        if time.monotonic() > deadline:
+            raise missing_nodes_error(node, missing if node.node_rank == 0 else [0])
+        time.sleep(0.2)
+
+
+def ask(node: Node, method: str, key: str) -> bool:
+    """Put a key into the rendezvous, or ask whether it is there; return whether the answer is yes."""
+    address = resolve_ipv4(node.master_addr) if node.node_rank else "127.0.0.1"
+    connection = http.client.HTTPConnection(address, node.master_port, timeout=5)
+    with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
+        connection.request(method, f"/nodes/{key}", body=b"" if method == "PUT" else None)
+        return connection.getresponse().status == http.HTTPStatus.OK
+    return False
 
 
 def resolve_ipv4(name: str) -> str:
@@ -96,6 +127,7 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
     allow_connections(4 * node.nnodes * node.nproc_per_node)
     environments = {first + i: environment(node, i) for i in range(node.nproc_per_node)}
     with rendezvous(node):
+        meet_nodes(node)
         return run_processes(command, environments, logs)
 
 

@@ -26,12 +26,11 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from recipes.common.errors import UserError
-from recipes.common.process.node import Failure, Node, check_head
+from recipes.common.process.node import Failure, Node, check_head, missing_nodes_error
 from recipes.common.process.open_files import STORE_CONNECTIONS, allow_connections
 from recipes.common.process.ranks import bind_address
 from recipes.common.process.rendezvous_errors import MissingNodeError, port_taken_error
 from recipes.common.watch.notes import Notes
-from recipes.common.watch.report import list_numbers
 from scripts.launch import script
 from scripts.launch.command import warn
 from scripts.launch.echo import listen
@@ -207,11 +206,7 @@ def meet_nodes(node: Node, job: str) -> Store:
             return store
         if time.monotonic() > deadline:
             missing = [*map(int, find_missing(names, ranks))] or [0]  # all are there, and node 0 has not said so
-            hint = " (no other machine reaches 127.0.0.1)" if bind_address(node.master_addr) else ""
-            raise MissingNodeError(
-                f"node {rank} waited {node.rdzv_timeout_s} s for node {list_numbers(missing)} of {node.nnodes} at "
-                f"{node.master_addr}:{node.master_port}; is it up, and is its NODE_RANK right?{hint}"
-            )
+            raise missing_nodes_error(node, missing)
         time.sleep(0.1)
 
 

@@ -1,7 +1,9 @@
 """How Horovod's processes meet without MPI: the rendezvous of node 0, with a stand-in for Horovod's."""
 
+import importlib.util
 import socket
 import sys
+import threading
 import types
 import urllib.request
 from dataclasses import replace
@@ -11,7 +13,7 @@ import pytest
 
 from recipes.common.errors import UserError
 from recipes.common.process.node import Node
-from recipes.common.process.rendezvous_errors import PortTakenError
+from recipes.common.process.rendezvous_errors import MissingNodeError, PortTakenError
 from scripts.launch import horovod as horovod_agent
 from scripts.launch.local import free_port
 
@@ -21,6 +23,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, address, handler, verbose):
         super().__init__(address, handler)
+        self.keys = set()
 
     def init(self, plan):
         self.plan = plan
@@ -28,10 +31,16 @@ class Server(ThreadingHTTPServer):
 
 class Handler(SimpleHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200)
+        found = self.path == "/global/0" or self.path in self.server.keys
+        self.send_response(200 if found else 404)
         self.send_header("Content-Length", "2")
         self.end_headers()
         self.wfile.write(b"ok")
+
+    def do_PUT(self):
+        self.server.keys.add(self.path)
+        self.send_response(200)
+        self.end_headers()
 
     def log_message(self, *_):
         pass
@@ -80,6 +89,52 @@ def test_a_lost_race_for_its_port_is_no_traceback(node, monkeypatch):
             with pytest.raises(UserError, match=f"MASTER_PORT {node.master_port} ") as caught:
                 horovod_agent.rendezvous(node).__enter__()
             assert type(caught.value) is kind
+
+
+def meet(node, *ranks):
+    """Let some nodes meet at once; return what each raises, by rank."""
+    raised = {}
+
+    def run(rank):
+        try:
+            horovod_agent.meet_nodes(replace(node, node_rank=rank))
+            raised[rank] = None
+        except UserError as error:
+            raised[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return raised
+
+
+def test_all_nodes_meet_before_their_processes_start(node):
+    three = replace(node, nnodes=3)
+    with horovod_agent.rendezvous(three):
+        assert meet(three, 2, 0, 1) == {0: None, 1: None, 2: None}
+    with horovod_agent.rendezvous(replace(node, nnodes=1)):
+        assert meet(replace(node, nnodes=1), 0) == {0: None}
+
+
+def test_a_node_that_does_not_come_is_named(node, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nodes reach each other without one
+    four = replace(node, nnodes=4, rdzv_timeout_s=1)
+    with horovod_agent.rendezvous(four):
+        raised = meet(four, 0, 2)
+    assert {type(error) for error in raised.values()} == {MissingNodeError}
+    at = f"at 127.0.1.1:{node.master_port}; is it up, and is its NODE_RANK right?"
+    assert str(raised[0]) == f"node 0 waited 1 s for node 1, 3 of 4 {at}"
+    assert str(raised[2]) == f"node 2 waited 1 s for node 0 of 4 {at}"
+
+
+def test_no_process_starts_before_all_nodes_have_come(node, monkeypatch):
+    monkeypatch.setattr(horovod_agent, "rank_command", lambda *_: [])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(horovod_agent, "run_processes", lambda *_: pytest.fail("a process has started"))
+    with pytest.raises(MissingNodeError):
+        horovod_agent.run(replace(node, rdzv_timeout_s=1), "horovod", [], "logs")
 
 
 def test_ipv6_is_refused_in_one_line():

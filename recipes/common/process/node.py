@@ -21,13 +21,14 @@ from typing import NamedTuple
 from recipes.common.errors import UserError
 from recipes.common.options import read_number
 from recipes.common.process.entry import USAGE_STATUS
+from recipes.common.process.ranks import bind_address
 from recipes.common.process.rendezvous_errors import (
     MissingNodeError,
     MissingStoreError,
     PortTakenError,
     port_taken_error,
 )
-from recipes.common.watch.report import name_ranks
+from recipes.common.watch.report import list_numbers, name_ranks
 from recipes.common.watch.timeouts import HANG_STATUS
 
 
@@ -114,6 +115,16 @@ def wait_for_head(node: Node, store: str = "") -> str:
                     f"({error.strerror or error}); is it up, and is MASTER_ADDR right?"
                 ) from None
             time.sleep(0.2)
+
+
+def missing_nodes_error(node: Node, missing: Sequence[int]) -> MissingNodeError:
+    """Return the error for nodes that have not come in time."""
+    hint = " (no other machine reaches 127.0.0.1)" if bind_address(node.master_addr) else ""
+    nodes, place = f"node {list_numbers(missing)} of {node.nnodes}", f"{node.master_addr}:{node.master_port}"
+    return MissingNodeError(
+        f"node {node.node_rank} waited {node.rdzv_timeout_s} s for {nodes} at {place}; is it up, and is its "
+        f"NODE_RANK right?{hint}"
+    )
 
 
 class Failure(NamedTuple):
