@@ -85,6 +85,7 @@ class Job:
         part = -(-self.args.global_batch_size // self.batch_parts)
         self.eval_batch_size = self.eval_batch_size or min(EVAL_BATCH_SIZE, part)
         self.is_unseen_optimizer = is_user_code(self.args.optimizer)
+        """Whether the first step has yet to show what the user's optimizer keeps for checkpoints."""
         self.is_unseen_model = is_user_code(self.args.model) and self.peers.world_size * len(self.devices) > 1
         """Whether the first step has yet to show if losses depend on the number of processes."""
         self.throughput = Throughput(self.args.global_batch_size, self.device)

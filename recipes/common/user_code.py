@@ -24,8 +24,6 @@ from recipes.common.errors import UserError, nearest, unrepeatable
 from recipes.common.options import Options, is_user_code
 from recipes.common.task import Task
 
-OPTIONAL = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
-
 
 def digests(args: Options) -> dict[str, str]:
     """Return a digest of each module that the options name, so that ranks can check that they run the same code.
@@ -123,7 +121,8 @@ def build_user_optimizer(args: Options, model: nn.Module) -> torch.optim.Optimiz
     optimizer = call_user_code(what, make, named, args.lr, args.weight_decay)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(f"{what} returned {name_of(optimizer)}; return a torch.optim.Optimizer")
-    if inspect.signature(optimizer.step).parameters.get("closure", OPTIONAL).default is inspect.Parameter.empty:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure and closure.default is closure.empty:
         raise UserError(f"{what}: step() of {name_of(optimizer)} needs a closure; use one that steps without")
     places = {parameter: place for place, (_, parameter) in enumerate(named)}
     for group in optimizer.param_groups:

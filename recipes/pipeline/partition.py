@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from recipes.common.errors import UserError
 from recipes.common.models.layers import layers
-from recipes.common.optim import autocast, optimizer_state, parameter_indices
+from recipes.common.optim import autocast, optimizer_state
 from recipes.common.options import Options
 from recipes.common.world.tree import map_tree
 
@@ -197,16 +197,13 @@ def stages_of(model: nn.Module, parts: Sequence[Part], stages: int) -> dict[nn.P
     return owners
 
 
-def state_of(modules: Iterable[PartModule], optimizer: torch.optim.Optimizer) -> State:
+def state_of(modules: Sequence[PartModule], model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """Return these parts' weights, and their state of an optimizer that steps only them, on the CPU."""
     named = [pair for module in modules for pair in module.named]
     weights = {f"{name}.{key}": value for name, layer in named for key, value in layer.state_dict().items()}
-    held = {parameter for _, layer in named for parameter in layer.parameters()}
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    places = {place for place, p in zip(parameter_indices(optimizer), parameters, strict=True) if p in held}
     # The user's own optimizer may keep something for parameters without a gradient, which other stages step.
-    state = {place: values for place, values in optimizer_state(optimizer)["state"].items() if place in places}
-    own = weights, state
+    content = own_state({"optimizer": optimizer_state(optimizer)}, model, modules)
+    own = weights, content["optimizer"]["state"]
     return map_tree(own, torch.is_tensor, lambda tensor: tensor.detach().cpu())
 
 

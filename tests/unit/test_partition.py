@@ -127,7 +127,7 @@ def test_the_state_cut_into_shares_and_merged_is_the_same(optimizer, owned):
         modules = [PartModule(other, parts[number], args, torch.device("cpu")) for number in numbers]
         mine = build_optimizer(args, other)
         load_optimizer_state(mine, own_state(content, other, modules)["optimizer"])
-        states.append(state_of(modules, mine))
+        states.append(state_of(modules, other, mine))
         assert len(states[-1][1]) == sum(1 for module in modules for _ in module.parameters())
     merged = merge_states(states, other, mine)
     expected = content["optimizer"]
@@ -156,7 +156,7 @@ def test_a_share_has_what_a_layer_keeps_beside_tensors():
     model[0].calls = 3
     parts = [Part([name], 6, 0.5, (2,), torch.float32) for name in ("0", "1")]
     optimizer = build_optimizer(args, model)
-    states = [state_of([PartModule(model, part, args, cpu)], optimizer) for part in parts]
+    states = [state_of([PartModule(model, part, args, cpu)], model, optimizer) for part in parts]
     merge_states(states, other, optimizer)
     assert other[0].calls == 3
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))

@@ -300,7 +300,7 @@ class TestGPT:
             optimizer = build_optimizer(args, model)
             content = own_state({"optimizer": optimizer_state(whole)}, model, share)
             load_optimizer_state(optimizer, content["optimizer"])
-            states.append(state_of(share, optimizer))
+            states.append(state_of(share, model, optimizer))
         assert all(0 in state for _, state in states)
         assert {*states[0][1], *states[1][1]} == set(range(len(list(model.parameters()))))
         merged = merge_states(states, model, optimizer)
