@@ -76,6 +76,7 @@ def main() -> None:
     ddp = nn.parallel.DistributedDataParallel(part, process_group=dp)  # DDP: averages over the replicas of a stage
     # Pipeline: each of 4 microbatches sends activations to the next stage, and their gradient to the one before.
     schedule = Schedule1F1B(PipelineStage(ddp, stage, args.stages, device, group=pp), 4, cross_entropy)
+    forward = ScheduleGPipe(PipelineStage(part, stage, args.stages, device, group=pp), 1)
 
     started, steps_per_epoch = time.perf_counter(), len(labels) // BATCH_SIZE
     for epoch in range(first_epoch, args.epochs):
@@ -84,7 +85,7 @@ def main() -> None:
             optimizer.zero_grad()
             share = batch.tensor_split(replicas)[dp.rank()]  # DDP: each replica takes its share of the same batch
             losses: list[Tensor] = []  # filled on the last stage; equal microbatches, so their mean is the batch's
-            schedule.step(images[share], target=labels[share], losses=losses)
+            schedule.step(*([images[share]] if stage == 0 else []), target=labels[share], losses=losses)
             loss = torch.stack(losses).mean() if losses else torch.zeros((), device=device)
             decay = max(0, step - 1 - WARMUP) / max(1, args.epochs * steps_per_epoch - WARMUP)
             optimizer.param_groups[0]["lr"] = LR * min(step / WARMUP, (1 + math.cos(math.pi * decay)) / 2)
@@ -94,11 +95,10 @@ def main() -> None:
                 if rank == 0:
                     print(f"step {step} loss {total.item() / replicas:.8f}")
         with torch.no_grad():  # with dropout or batch norm: model.eval() before, model.train() after
-            logits = ScheduleGPipe(PipelineStage(part, stage, args.stages, device, group=pp), 1).step(test_images)
-            totals = torch.zeros(2, device=device)
-            if logits is not None:
-                correct = (logits.argmax(dim=1) == test_labels).sum()
-                totals = torch.stack([cross_entropy(logits, test_labels, reduction="sum"), correct])
+            if (logits := forward.step(*([test_images] if stage == 0 else []))) is None:  # not the last stage
+                logits, test_labels = torch.empty(0, 10, device=device), test_labels[:0]
+            correct = (logits.argmax(dim=1) == test_labels).sum()
+            totals = torch.stack([cross_entropy(logits, test_labels, reduction="sum"), correct])
         dist.all_reduce(totals)  # DDP: sums losses and counts, 8 bytes per rank, before the division
         test_loss, accuracy = (totals / 360).tolist()
         if rank == 0:
