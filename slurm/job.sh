@@ -181,15 +181,12 @@ set_options() {
     if ((gpus > 0)) && ! grep -qsE '^[{ ]*"?device"? *: *"?(cpu|cuda)' "$(option --config "" "$@")"; then options=(--device cuda "$@"); fi
     if [[ $recipe == probe ]]; then return; fi # it keeps no record
     options=(--name "$name" "${options[@]}")
-    # A requeued job resumes its own record, if there is one, whatever checkpoint it started from.
-    if ((restarts > 0)) && { has_record || [[ ! -e $run_dir/config.json && $(option --resume none "$@") =~ ^(none|auto)$ ]]; }; then
-        options+=(--resume auto)
-    fi
+    if resumes; then options+=(--resume auto); fi
 }
 
-# Whether an earlier start of this job has begun its record: what the first one found is of another job, and --overwrite replaces
-# it. Times do not show that: a node's clock and a file server's may differ.
-has_record() { ((restarts > 0)) && [[ -e $run_dir/config.json && $(<"$run_dir/config.json") != "$(<"$first_start")" ]]; }
+# Whether a later start resumes the run: it does unless the record is the one that the first start found. That is another job's,
+# which --overwrite replaces. Times do not show that: a node's clock and a file server's may differ.
+resumes() { ((restarts > 0)) && [[ ! -e $run_dir/config.json || $(<"$run_dir/config.json") != "$(<"$first_start")" ]]; }
 
 # Print a free port, derived from the job id and the restart, so that jobs on the same nodes differ. Ports from 20000 to
 # 31999 are below Linux's range for outgoing connections. /proc/net lists the sockets of all addresses.
@@ -467,12 +464,12 @@ begin_submitted() {
     PYTHON=$1 SCRIPT=$2 MAX_REQUEUES=$3 logs=$4 run_dir=${run_dirs[${SLURM_ARRAY_TASK_ID:-0}]} recipe=""
     srun=(srun) container=() gpus=${SLURM_GPUS_ON_NODE:-0} started=$logs/$job.started
     # Rank 0 writes its exit status, and the signal that stopped it, to STATUS_FILE. Each start has another port.
-    export STATUS_FILE=$logs/${job}_status HAS_RECORD="" MASTER_ADDR MASTER_PORT PORT_IS_CHOSEN=1
+    export STATUS_FILE=$logs/${job}_status RESUMES="" MASTER_ADDR MASTER_PORT PORT_IS_CHOSEN=1
     MASTER_ADDR=$(address_of "${nodes%%$'\n'*}") MASTER_PORT=$(free_port)
     rm -f "$STATUS_FILE"
     touch "$started"
     leave_if_complete
-    if has_record; then HAS_RECORD=1; elif ((restarts > 0)) && [[ ! -e $run_dir/config.json ]]; then HAS_RECORD=0; fi
+    if resumes; then RESUMES=1; fi
     trap : TERM # the ranks get it, too, and write a checkpoint
     fill_sockets
     show_share submit

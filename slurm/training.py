@@ -18,7 +18,6 @@ from pathlib import Path
 
 from recipes.common.process.parent import LAUNCHER_PID
 from scripts.launch.processes import run
-from scripts.launch.recipe_options import read_option
 
 SIGNAL = signal.SIGUSR1
 """The signal for "checkpoint and requeue": the recipes use USR1, where submitit's default is USR2."""
@@ -62,7 +61,7 @@ class Run:
             env |= self.script | ({"RESUME": "auto"} if is_restart else {})
         else:
             words = ["scripts.launch.hold_signals", f"recipes.{self.recipe}.train", *self.argv]
-            if self._has_begun():
+            if os.environ.get("RESUMES") and "--name" in self.argv:  # the probe has none, and keeps no record
                 words += ["--resume", "auto"]
         # Use a separate group: some Slurm versions signal this whole group, and a script must get a signal once.
         status, received = run(["bash", "-c", START, "bash", *words], env, process_group=0)
@@ -76,13 +75,3 @@ class Run:
             temporary.replace(status_file)  # whoever reads it meanwhile finds all of it or none
         if status:
             sys.exit(status)
-
-    def _has_begun(self) -> bool:
-        """Whether an earlier start of this job may have begun the run, whatever checkpoint that start began from.
-
-        HAS_RECORD is 1 if there is its record, and 0 if there is none: it may have ended between the run's first
-        file and its record. A run that begins from another's checkpoint then begins from it again.
-        """
-        has_record = os.environ.get("HAS_RECORD", "")
-        may_have_begun = "--name" in self.argv and read_option("--resume", "none", self.argv) in ("none", "auto")
-        return has_record == "1" or (has_record == "0" and may_have_begun)

@@ -171,6 +171,13 @@ def option_applies(name: str, data: str) -> bool:
     return name not in ONLY_FOR or (USER_CODE if is_user_code(data) else data) in ONLY_FOR[name]
 
 
+def resume_mode(text: str) -> str:
+    """Return a value of --resume if it is valid."""
+    if text not in ("none", "auto"):
+        raise argparse.ArgumentTypeError(f"expects none or auto, got {text!r}; a new run: --start-from {text}")
+    return text
+
+
 def one_of_or_own(*words: str) -> Callable[[str], str]:
     """Return a type for argparse: one of the words, or package.module:function."""
     parse_value = one_of(*words, "package.module:function")
@@ -211,11 +218,16 @@ class RunOptions:
     overwrite: bool = switch("replace an earlier run of the same name")
     resume: str = option(
         "none",
-        str,
+        resume_mode,
         "auto: resume the run --name (without it: this recipe's most recently launched run) from its newest good "
-        "checkpoint, with the options given now; PATH: start a new run from this checkpoint file, or from the "
-        "newest checkpoint of this run folder; none: start at step 0",
-        "auto|PATH|none",
+        "checkpoint, with the options given now, or begin it if it has none; none: begin a new run",
+        "{none,auto}",
+    )
+    start_from: Path | None = option(
+        None,
+        Path,
+        "begin a new run from this checkpoint, or this run folder's newest one: at its step, with its state",
+        "PATH",
     )
     checkpoint_every: int = option(
         0, non_negative_int, "steps between checkpoints besides those at each epoch's end; 0: none", "STEPS"
@@ -323,8 +335,8 @@ class DataOptions(RunOptions):
 
     def check_start(self) -> None:
         """Raise UserError unless the options name one thing, or nothing, that the run starts from."""
-        if self.weights and self.resume not in ("none", "auto"):
-            raise UserError(f"--weights with --resume {self.resume}: a run starts from one of the two; drop one")
+        if self.weights and self.start_from:
+            raise UserError("--weights and --start-from: a run starts from one of the two; drop one")
         if self.evaluate and not self.weights:
             raise UserError("--evaluate: it takes the weights of a file or a run; add --weights PATH")
         if self.evaluate and self.profile_steps:

@@ -92,7 +92,7 @@ def check_shapes(job: Job, state: dict[str, Any]) -> None:
     there, here = (f"{d[wrong[0]]}" if wrong[0] in d else "missing" for d in (saved, shapes))
     what = f"{wrong[0]} is {there} there, and {here} in --model {job.args.model}"
     count = f" ({len(wrong)} tensors differ)" if len(wrong) > 1 else ""
-    fix = "use the model that it is of, or start a new run without --resume"
+    fix = "use the model that it is of, or start a new run from step 0"
     raise UserError(f"the checkpoint does not fit this run: {what}{count}; {fix}")
 
 

@@ -31,7 +31,7 @@ def main(argv: list[str]) -> None:
     if args.out.exists():
         raise UserError(f"OUT {args.out} exists; remove it, or choose another name")
     try:
-        path, content = read_path(args.run, "RUN", "")
+        path, content = read_path(args.run, "RUN")
     except OSError as error:
         raise UserError(f"cannot read {error.filename or args.run}: {error.strerror or error}") from None
     weights = read_whole({name: content.get(name) for name in ("model", "shards")})["model"]

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from recipes.common.errors import UserError
+from recipes.common.folders import refresh_names
 from recipes.common.options import read_number
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.node import check_host, check_port, how_ended, read_master
@@ -69,15 +70,12 @@ def report_unsaved_stop(number: int) -> int:
     return UnsavedStopError.status
 
 
-def config_of(options: list[str]) -> Path:
-    """Return the configuration in the record of the run that the options name."""
-    return Path(read_option("--runs-dir", "runs", options)) / read_option("--name", "", options) / "config.json"
-
-
 def last_launch(options: list[str]) -> str:
     """Return what identifies the newest launch of the run that the options name; "none" if it has none."""
+    folder = Path(read_option("--runs-dir", "runs", options)) / read_option("--name", "", options)
+    refresh_names(folder)  # another node may have begun the launch just now
     try:
-        return str(json.loads(config_of(options).read_text())["launches"][-1].get("id", "unknown"))
+        return str(json.loads((folder / "config.json").read_text())["launches"][-1].get("id", "unknown"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # there is none, or it is damaged
         return "none"
 
@@ -92,11 +90,8 @@ def options_of_later_rounds(options: list[str], replaced: str) -> list[str]:
     if script.is_set():
         os.environ["RESUME"] = "auto"
         return options
-    begun_from = read_option("--resume", "none", options)
-    if begun_from != "auto" and last_launch(options) == replaced != "none":
+    if read_option("--resume", "none", options) != "auto" and last_launch(options) == replaced != "none":
         return options
-    if begun_from not in ("none", "auto") and not config_of(options).exists():
-        return [*options, "--no-overwrite"]  # the run has not begun: start from the same checkpoint again
     return [*options, "--resume", "auto"]
 
 

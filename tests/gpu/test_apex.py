@@ -61,7 +61,7 @@ def test_resume_is_exact(tmp_path, backend, level):
     words = ("--opt-level", level, "--amp-backend", backend, *STEPS)
     run = train("apex", tmp_path, 1, *words)
     middle = run / "checkpoints" / "step-000000010.pt"
-    resumed = train("apex", tmp_path / "resumed", 1, *words, "--resume", str(middle))
+    resumed = train("apex", tmp_path / "resumed", 1, *words, "--start-from", str(middle))
     assert largest_difference(weights(resumed), weights(run)) == 0
     assert newest_checkpoint(resumed)["scaler"] == newest_checkpoint(run)["scaler"]
 
@@ -73,7 +73,7 @@ def test_checkpoints_pass_between_backends(tmp_path, level):
     for first, second in (BACKENDS, BACKENDS[::-1]):
         run = train("apex", tmp_path / first, 1, *words, "--amp-backend", first)
         middle = run / "checkpoints" / "step-000000010.pt"
-        resume = ("--amp-backend", second, "--resume", str(middle))
+        resume = ("--amp-backend", second, "--start-from", str(middle))
         other = train("apex", tmp_path / second / "to", 1, *words, *resume)
         assert newest_checkpoint(other)["scaler"] == newest_checkpoint(run)["scaler"]
         assert largest_difference(weights(other), weights(run)) < 30 * U

@@ -140,7 +140,7 @@ def test_shards_in_main_memory_equal_the_cpu_and_resume(tmp_path, cpu):
     run = train("fsdp", tmp_path, 1, *words)
     assert_same_run(run, cpu)
     middle = run / "checkpoints" / "step-000000030.pt"
-    later = train("fsdp", tmp_path / "later", 1, *words, "--resume", str(middle))
+    later = train("fsdp", tmp_path / "later", 1, *words, "--start-from", str(middle))
     assert largest_difference(weights(later), weights(run)) < 1e-5
 
 

@@ -96,17 +96,17 @@ def test_o1_is_the_same_at_any_world_size(apex, world_size):
 def test_resume_is_exact(apex, tmp_path, level):
     whole = apex(level)
     middle = whole / "checkpoints" / "step-000000010.pt"
-    resumed = train("apex", tmp_path, 2, "--opt-level", level, *STEPS, "--resume", str(middle))
+    resumed = train("apex", tmp_path, 2, "--opt-level", level, *STEPS, "--start-from", str(middle))
     assert largest_difference(weights(resumed), weights(whole)) == 0
     assert [line["loss"] for line in support.metrics(resumed) if "loss" in line] == losses(whole)[10:]
 
 
 def test_checkpoints_pass_to_ddp_and_back(apex, single, tmp_path):
     middle = apex("O2") / "checkpoints" / "step-000000010.pt"
-    ddp = train("ddp", tmp_path, 2, *STEPS, "--resume", str(middle))
+    ddp = train("ddp", tmp_path, 2, *STEPS, "--start-from", str(middle))
     assert relative_update_error(ddp, single) < UPDATE_TOLERANCE
     back = single / "checkpoints" / "step-000000010.pt"
-    o0 = train("apex", tmp_path, 2, "--opt-level", "O0", *STEPS, "--resume", str(back))
+    o0 = train("apex", tmp_path, 2, "--opt-level", "O0", *STEPS, "--start-from", str(back))
     assert largest_difference(weights(o0), weights(single)) < 1e-5
 
 
@@ -244,7 +244,7 @@ def test_apex_is_called_as_it_expects(apex, tmp_path, level):
     assert any(not torch.equal(t, t.bfloat16().float()) for t in content["model"].values())  # the masters
 
     middle = run / "checkpoints" / "step-000000010.pt"
-    resumed, events = train_changed(use_stand_in, tmp_path, "resumed", 2, *words, "--resume", str(middle))
+    resumed, events = train_changed(use_stand_in, tmp_path, "resumed", 2, *words, "--start-from", str(middle))
     assert "load_state_dict" in events
     assert largest_difference(weights(resumed), weights(run)) == 0
     assert newest_checkpoint(resumed)["scaler"] == content["scaler"]
@@ -263,7 +263,7 @@ def test_float16_is_scaled_and_the_scale_is_kept(single, tmp_path):
     # float16 cannot hold this scale: every step is skipped and halves it, and masters and copies do not change.
     content["scaler"]["scale"] = 2.0**60
     overflow = CheckpointFolder(tmp_path / "overflow").write(content)
-    longer = ("--max-steps", str(NUM_STEPS + 3), "--resume", str(overflow))
+    longer = ("--max-steps", str(NUM_STEPS + 3), "--start-from", str(overflow))
     skipped, _ = train_changed(use_float16, tmp_path, "skipped", 1, *words, *longer)
     assert newest_checkpoint(skipped)["scaler"]["scale"] == 2.0**57
     assert largest_difference(weights(skipped), weights(run)) == 0
@@ -331,7 +331,7 @@ def test_o2_keeps_what_passes_write_to_buffers(tmp_path, world_size):
     run, _ = train_changed(count_passes, tmp_path, "whole", world_size, *words)
     middle = run / "checkpoints" / "step-000000010.pt"
     assert torch.load(middle, weights_only=True)["model"]["passes"].tolist() == [10.0] * 3
-    resumed, _ = train_changed(count_passes, tmp_path, "resumed", world_size, *words, "--resume", str(middle))
+    resumed, _ = train_changed(count_passes, tmp_path, "resumed", world_size, *words, "--start-from", str(middle))
     content = newest_checkpoint(resumed)["model"]
     assert content["passes"].tolist() == [float(NUM_STEPS)] * 3
     assert content["constant"] == torch.tensor(0.1), "all of its fp32 digits"

@@ -53,8 +53,10 @@ def test_every_layout_has_the_losses_of_single(single, tmp_path, replicas, ranks
 
 def test_a_checkpoint_passes_to_single_and_back(single, tmp_path):
     middle = "checkpoints/step-000000002.pt"
-    run = train("context", tmp_path, 2, *STEPS, "--resume", str(single / middle))
-    later = train("single", tmp_path, 1, *STEPS, "--resume", str(train("context", tmp_path, 4, *STEPS) / middle))
+    run = train("context", tmp_path, 2, *STEPS, "--start-from", str(single / middle))
+    later = train(
+        "single", tmp_path, 1, *STEPS, "--start-from", str(train("context", tmp_path, 4, *STEPS) / middle)
+    )
     for path in (run, later):
         assert_goes_on(path, single)
 

@@ -304,7 +304,7 @@ def test_text_resumes_in_a_pipeline_at_the_exact_sample(train, text):
     argv = (*BY_NAME["pipeline"].argv(2), *TEXT, *text, "--clip-grad-norm", "1")
     whole = train("single", 1, "--global-batch-size", "84", *TEXT, *text, "--clip-grad-norm", "1")
     checkpoint = whole / "checkpoints" / "step-000000003.pt"
-    path = train("pipeline", 2, *argv, "--resume", str(checkpoint))
+    path = train("pipeline", 2, *argv, "--start-from", str(checkpoint))
     found = {line["step"]: line["loss"] for line in metrics(path) if "loss" in line}
     assert found == pytest.approx(dict(enumerate(losses(whole)[3:], 4)), rel=1e-5)
     assert_same_checkpoint(path, whole)
@@ -408,7 +408,9 @@ def test_groups_of_batch_norm_need_no_even_shares(train, observed_data):
 
 def test_groups_of_batch_norm_resume_at_another_world_size(train):
     whole = train("single", 1, *GROUPED)
-    path = train("ddp", 2, *GROUPED, "--resume", str(train("ddp", 4, *GROUPED) / "checkpoints/step-000000008.pt"))
+    path = train(
+        "ddp", 2, *GROUPED, "--start-from", str(train("ddp", 4, *GROUPED) / "checkpoints/step-000000008.pt")
+    )
     found = {line["step"]: line["loss"] for line in metrics(path) if "loss" in line}
     assert found == pytest.approx(dict(enumerate(losses(whole)[8:], 9)), rel=1e-5)
     assert_same_checkpoint(path, whole)

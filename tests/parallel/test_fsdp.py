@@ -395,7 +395,7 @@ def note_restored_bytes(folder):
 
 
 def test_a_rank_keeps_its_share_of_a_checkpoint(single, tmp_path):
-    argv = ("--device", "cpu", *STEPS, "--resume", str(single), "--max-steps", "5")
+    argv = ("--device", "cpu", *STEPS, "--start-from", str(single), "--max-steps", "5")
     train("fsdp", tmp_path, 3, *argv, setup=functools.partial(note_restored_bytes, tmp_path))
     held = [int((tmp_path / f"bytes{rank}").read_text()) for rank in range(3)]
     total = 3 * sum(tensor.nbytes for name, tensor in weights(single).items() if name != "head.weight")
@@ -604,7 +604,7 @@ def test_a_model_that_needs_its_weights_is_checked_in_shards(tmp_path, model, wa
     if not warnings:
         assert_same_curve(run, train("single", tmp_path, 1, *argv))
         more = (*argv, "--max-steps", "6")
-        resumed = train("fsdp", tmp_path, 3, *more, "--resume", str(run))
+        resumed = train("fsdp", tmp_path, 3, *more, "--start-from", str(run))
         whole = {line["step"]: line["loss"] for line in metrics(train("single", tmp_path / "more", 1, *more))[:6]}
         for line in metrics(resumed)[:3]:
             assert line["loss"] == pytest.approx(whole[line["step"]], rel=1e-5)

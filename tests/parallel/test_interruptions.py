@@ -257,7 +257,7 @@ def test_resume_from_a_path_begins_a_new_run(uninterrupted, tmp_path):
     step = newest_checkpoint(run)["position"]["step"]
     for source in (run, run / "checkpoints" / f"step-{step:09d}.pt"):
         new = tmp_path / f"new-{source.suffix[1:]}"
-        start_run("single", tmp_path, 1, *WORDS, "--resume", str(source), name=new.name).wait(check=True)
+        start_run("single", tmp_path, 1, *WORDS, "--start-from", str(source), name=new.name).wait(check=True)
         assert [line["step"] for line in metrics(new) if "loss" in line] == list(range(step + 1, STEPS + 1))
         ours, theirs = newest_checkpoint(new)["position"], torch.load(middle, weights_only=True)["position"]
         assert ours.pop("averages") == pytest.approx(theirs.pop("averages"), rel=1e-6)  # summed in other parts
@@ -294,7 +294,7 @@ def test_resume_of_a_finished_run_says_its_result_again(uninterrupted, tmp_path)
 )
 def test_a_resume_applies_the_optimizers_options(uninterrupted, tmp_path, recipe, argv):
     """They apply on each rank, sharded or not: the weights equal a one-process run's that resumes with them."""
-    resumed = ("--max-steps", "14", "--resume", str(uninterrupted("single", 1, "--max-steps", "10")))
+    resumed = ("--max-steps", "14", "--start-from", str(uninterrupted("single", 1, "--max-steps", "10")))
     changed = (*resumed, "--momentum", "0.3", "--weight-decay", "0.5")
     expected = uninterrupted("single", 1, *changed)
     assert largest_difference(weights(expected), weights(uninterrupted("single", 1, *resumed))) > 1e-3

@@ -33,10 +33,10 @@ def test_the_circle_of_layouts_is_one_curve(tmp_path, text, is_sharded):
     whole = train("single", tmp_path, 1, *argv, "--max-steps", str(STEPS * len(LEGS)))
     found, run = {}, None
     for number, (recipe, world_size, *layout) in enumerate(LEGS, 1):
-        resume = ("--resume", str(run)) if run else ()
+        start = ("--start-from", str(run)) if run else ()
         if is_sharded and recipe in ("fsdp", "tensor"):
-            resume += ("--sharded-checkpoints",)
-        more = ("--max-steps", str(STEPS * number), *layout, *resume)
+            start += ("--sharded-checkpoints",)
+        more = ("--max-steps", str(STEPS * number), *layout, *start)
         run = train(recipe, tmp_path / str(number), world_size, *argv, *more)
         own = {line["step"]: line["loss"] for line in metrics(run) if "loss" in line}
         assert list(own) == [STEPS * number - 1, STEPS * number], recipe

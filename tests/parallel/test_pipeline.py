@@ -124,7 +124,7 @@ def test_refuses_in_one_line(tmp_path, world_size, options, words):
 
 def test_the_weights_are_the_same_bits_after_a_checkpoint_went_round(single, tmp_path):
     begun = newest_checkpoint(single)["model"]
-    run = train("pipeline", tmp_path, 2, *STEPS, "--resume", str(single), "--max-steps", "31", "--lr", "1e-30")
+    run = train("pipeline", tmp_path, 2, *STEPS, "--start-from", str(single), "--max-steps", "31", "--lr", "1e-30")
     assert all(torch.equal(value, begun[name]) for name, value in weights(run).items())
 
 

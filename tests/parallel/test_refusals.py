@@ -47,7 +47,7 @@ REFUSED = {
     "samples": (("--data", "synthetic", "--num-samples", "2", "--image-size", "8"), "training"),
     "missing folder": (("--data", "imagefolder", "--data-dir", "/no/such"), "cannot read /no/such/train"),
     "missing data": (("--data", "cifar10", "--data-dir", "/no/such"), "add --download to fetch it"),
-    "resume": (("--resume", "/no/such"), "--resume /no/such: no such file"),
+    "start": (("--start-from", "/no/such"), "--start-from /no/such: no such file"),
     "weights": (("--weights", "/no/such"), "--weights /no/such: no such file"),
     "cuda": (("--device", "cuda"), "--device cuda: "),
     "runs": (("--runs-dir", "/proc/runs"), "cannot write /proc/runs"),
@@ -136,7 +136,7 @@ def test_a_taken_name_is_refused(trained, tmp_path):
 @pytest.mark.parametrize(("recipe", "world_size"), [("single", 1), ("ddp", 2)])
 def test_a_checkpoint_of_another_kind_of_run_is_refused(trained, tmp_path, recipe, world_size):
     """test_checkpoint.py has the other options that must be the same."""
-    outcome = start_run(recipe, tmp_path, world_size, "--seed", "1", "--resume", str(trained)).wait()
+    outcome = start_run(recipe, tmp_path, world_size, "--seed", "1", "--start-from", str(trained)).wait()
     assert_refused(outcome, "was written with --seed 0, this run has --seed 1")
     assert not (tmp_path / "run").exists()
 

@@ -120,7 +120,7 @@ def test_a_rank_reads_and_keeps_little_more_than_its_share(tmp_path, writer):
     numbers = sum(math.prod(ref["shape"]) for name, ref in content["model"].items() if name != "head.weight")
     counts = sum(entry["size"] for entry in files) - 12 * numbers  # AdamW: two numbers beside each weight
     assert 0 < counts < 1000, "the tied matrix once"
-    argv = (*GPT, *DOCS, *SHARDED, "--resume", str(first), "--max-steps", "3")
+    argv = (*GPT, *DOCS, *SHARDED, "--start-from", str(first), "--max-steps", "3")
     train("fsdp", tmp_path, 3, *argv, setup=functools.partial(note_read_bytes, tmp_path))
     total = sum(entry["size"] for entry in files)
     for kind in ("bytes", "read"):

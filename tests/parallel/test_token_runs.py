@@ -77,7 +77,7 @@ def test_a_run_goes_on_after_an_evaluation_on_other_ranks(tokens, single, tmp_pa
     """The checkpoint of step 4 lies within the first epoch, between two evaluations."""
     middle = "checkpoints/step-000000004.pt"
     first = train("ddp", tmp_path, 2, *tokens, "--evaluate-every", "3", "--checkpoint-every", "2")
-    run = train("ddp", tmp_path, 3, *tokens, "--evaluate-every", "3", "--resume", str(first / middle))
+    run = train("ddp", tmp_path, 3, *tokens, "--evaluate-every", "3", "--start-from", str(first / middle))
     assert [line["step"] for line in metrics(run) if "loss" in line] == [5, 6]
     assert evaluations(run) == evaluations(single)
     assert_same_end(run, single)

@@ -96,7 +96,7 @@ def test_an_exported_model_is_named_where_a_checkpoint_is_meant(run, tmp_path):
     with pytest.raises(UserError) as caught:
         read_path(out)
     what = "it holds only weights, as make export writes them, and no step"
-    assert str(caught.value) == f"--resume {out}: {what}; give another checkpoint or the run's folder"
+    assert str(caught.value) == f"--start-from {out}: {what}; give another checkpoint or the run's folder"
 
 
 @pytest.mark.parametrize("name", ["out.pt", "out.safetensors"])

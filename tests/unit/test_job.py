@@ -202,7 +202,7 @@ class TestJob:
         with pytest.raises(UserError) as caught:
             restore(job, {"model": other, "optimizer": job.optimizer.state_dict(), "scaler": {}})
         what = "weight is (2, 2) there, and (1, 1) in --model lenet (2 tensors differ)"
-        fix = "use the model that it is of, or start a new run without --resume"
+        fix = "use the model that it is of, or start a new run from step 0"
         assert str(caught.value) == f"the checkpoint does not fit this run: {what}; {fix}"
 
 

@@ -300,8 +300,8 @@ class TestRecord:
     @pytest.mark.parametrize("target", ["missing", "empty"])
     def test_resume_of_nothing_by_path_is_refused(self, tmp_path, target):
         (tmp_path / "empty").mkdir()
-        with pytest.raises(UserError, match=r"--resume .*(no such file|no checkpoints)"):
-            self.open(tmp_path, "--resume", str(tmp_path / target))
+        with pytest.raises(UserError, match=r"--start-from .*(no such file|no checkpoints)"):
+            self.open(tmp_path, "--start-from", str(tmp_path / target))
         assert sorted(os.listdir(tmp_path)) == ["empty"], "a refusal leaves no run behind"
 
     def test_a_runs_folder_that_cannot_be_made_is_refused(self, tmp_path):

@@ -780,14 +780,8 @@ def test_a_stop_before_the_agent_returns_has_no_checkpoint(monkeypatch, tmp_path
 def test_later_rounds_go_on_with_the_run(tmp_path):
     words = ["--runs-dir", str(tmp_path), "--name", "x"]
     assert rejoin.options_of_later_rounds(words, "none") == [*words, "--resume", "auto"]
-    (tmp_path / "job.yaml").write_text(f"runs_dir: {tmp_path}\nresume: other.pt\n")
-    configured = ["--config", str(tmp_path / "job.yaml"), "--name", "x"]
-    for other in ([*words, "--resume", "other.pt"], configured):
-        assert rejoin.options_of_later_rounds(other, "none") == [*other, "--no-overwrite"], "it has not begun yet"
-    (tmp_path / "x").mkdir()
-    (tmp_path / "x/config.json").touch()
-    for other in ([*words, "--resume", "other.pt"], [*configured, "--resume", "other.pt"]):
-        assert rejoin.options_of_later_rounds(other, "none") == [*other, "--resume", "auto"]
+    other = [*words, "--start-from", "other.pt"]
+    assert rejoin.options_of_later_rounds(other, "none") == [*other, "--resume", "auto"]
 
 
 def test_later_rounds_do_not_resume_a_run_that_the_job_replaces(tmp_path):
@@ -798,7 +792,7 @@ def test_later_rounds_do_not_resume_a_run_that_the_job_replaces(tmp_path):
         config.write_text(json.dumps({"launches": [launch]}))
         replaced = rejoin.last_launch(words)
         assert rejoin.options_of_later_rounds(words, replaced) == words, "no round has begun"
-        other = [*words, "--resume", "other.pt"]
+        other = [*words, "--start-from", "other.pt"]
         assert rejoin.options_of_later_rounds(other, replaced) == other
         assert rejoin.options_of_later_rounds([*words, "--resume", "auto"], replaced)[-2:] == ["--resume", "auto"]
         config.write_text(json.dumps({"launches": [{"id": "new"}]}))

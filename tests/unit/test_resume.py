@@ -197,7 +197,7 @@ def test_a_damaged_line_costs_no_other(run, single):
 
 def test_a_run_begun_from_another_is_never_begun_from_step_0(run, single, tmp_path):
     """Stopped before its own first checkpoint, it begins again from that of the other run."""
-    single("b", "--epochs", "2", "--resume", str(run))
+    single("b", "--epochs", "2", "--start-from", str(run))
     other = tmp_path / "b"
     whole = newest_checkpoint(other)
     for _ in range(2):
@@ -214,15 +214,28 @@ def test_a_run_begun_from_another_is_never_begun_from_step_0(run, single, tmp_pa
         single("b", "--epochs", "2", "--resume", "auto")
 
 
-def test_a_run_that_ended_before_its_record_began_begins_from_another_again(run, single, tmp_path):
-    """Launch files then give `--resume PATH` again."""
-    argv = ("--resume", str(run), "--epochs", "2")
+def test_a_job_that_starts_again_resumes_its_own_run_or_begins_from_another_again(run, single, tmp_path):
+    """Launch files add --resume auto, whether or not the first start had begun the record."""
+    argv = ("--start-from", str(run), "--epochs", "2")
     open_run(options(["--runs-dir", str(tmp_path), "--name", "b", *argv]), "single", [])
     assert os.listdir(tmp_path / "b") == ["metrics.jsonl"]
-    lines = single("b", *argv)
-    assert any(line.startswith("resumed from ") and line.endswith(f" at step {EPOCH}") for line in lines)
+    lines = single("b", *argv, "--max-steps", "25", "--resume", "auto")
+    assert f"resumed from {run}/checkpoints/step-{EPOCH:09d}.pt at step {EPOCH}" in lines
     with pytest.raises(UserError, match="b exists; add --resume auto"):
         single("b", *argv)
+    shutil.rmtree(run)  # it is needed no more
+    lines = single("b", *argv, "--resume", "auto")
+    assert f"resumed from {tmp_path}/b/checkpoints/step-000000025.pt at step 25" in lines
+
+
+def test_a_run_that_had_begun_from_another_does_not_begin_from_a_third(run, single, tmp_path):
+    """A run without a checkpoint of its own begins again where it began, whatever is given now."""
+    other = shutil.copytree(run, tmp_path / "other")
+    single("b", "--start-from", str(run), "--epochs", "2")
+    shutil.rmtree(tmp_path / "b/checkpoints")
+    (tmp_path / "b/result.json").unlink()
+    lines = single("b", "--start-from", str(other), "--epochs", "2", "--resume", "auto")
+    assert f"resumed from {run}/checkpoints/step-{EPOCH:09d}.pt at step {EPOCH}" in lines
 
 
 def test_a_resume_deletes_nothing_although_overwrite_is_given(run, single):
@@ -237,29 +250,29 @@ def test_a_run_is_not_overwritten_from_its_own_checkpoint(run, single, tmp_path,
     """Its own checkpoint would be lost before the new run has written one."""
     (tmp_path / "link").symlink_to(run)
     for path in (run / place, tmp_path / "link" / place):
-        with refused_and_left(run, r"--resume: .*\.pt is in .*a, which --overwrite deletes; "):
-            single("a", "--epochs", "2", "--overwrite", "--resume", str(path))
+        with refused_and_left(run, r"--start-from: .*\.pt is in .*a, which --overwrite deletes; "):
+            single("a", "--epochs", "2", "--overwrite", "--start-from", str(path))
 
 
 def test_a_refused_overwrite_leaves_the_run_as_it_is(run, single, tmp_path):
     """The old record is removed once the checkpoint has been restored and the steps are known to suffice."""
     other = shutil.copytree(run, tmp_path / "b")
     with refused_and_left(run, rf"is at step {EPOCH}, beyond the 5 steps"):
-        single("a", "--max-steps", "5", "--overwrite", "--resume", str(other))
+        single("a", "--max-steps", "5", "--overwrite", "--start-from", str(other))
     content = newest_checkpoint(other)
     content["model"].popitem()
     record.CheckpointFolder(other / "checkpoints").write(content)
     with refused_and_left(run, "the checkpoint does not fit this run"):
-        single("a", "--overwrite", "--resume", str(other))
+        single("a", "--overwrite", "--start-from", str(other))
     with pytest.raises(UserError, match="the checkpoint does not fit this run"):
-        single("c", "--resume", str(other))
+        single("c", "--start-from", str(other))
     assert not (tmp_path / "c").exists(), "a refusal leaves no run behind"
 
 
 def test_an_accepted_overwrite_leaves_nothing_of_the_old_run(run, single, tmp_path):
     other = shutil.copytree(run, tmp_path / "b")
     (run / "note.txt").write_text("of the old run")
-    single("a", "--max-steps", "24", "--overwrite", "--resume", str(other))
+    single("a", "--max-steps", "24", "--overwrite", "--start-from", str(other))
     assert [line["step"] for line in metrics(run) if "loss" in line] == [23, 24]
     assert [launch["step"] for launch in read(run)["launches"]] == [EPOCH]
     assert sorted(os.listdir(run)) == ["checkpoints", "config.json", "metrics.jsonl", "result.json"]
@@ -332,7 +345,7 @@ def test_fewer_steps_than_a_run_has_done_are_refused(run, single, tmp_path):
     with refused_and_left(run, words):
         single("a", "--max-steps", "5", "--resume", "auto")
     with refused_and_left(run, words):
-        single("b", "--max-steps", "5", "--resume", str(run))
+        single("b", "--max-steps", "5", "--start-from", str(run))
     assert not (tmp_path / "b").exists(), "a refusal leaves no run behind"
 
 

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from recipes.common.checkpoint import shard_files
-from recipes.common.checkpoint.checkpoint import CheckpointFolder, Position, names_in, pack
+from recipes.common.checkpoint.checkpoint import CheckpointFolder, Position, pack
 from recipes.common.checkpoint.reading import BadCheckpointError, check_shards, read_checkpoint, read_newest
 from recipes.common.checkpoint.shard_files import ShardedFolder, read_box, read_whole, share_checks
 from recipes.common.errors import UserError
+from recipes.common.folders import names_in
 from recipes.common.models.gpt import GPT
 from recipes.common.parallel.sharding import map_states
 from recipes.common.watch.watch import NoWatch

@@ -349,17 +349,15 @@ class TestARank:
 
     def test_a_start_after_the_first_goes_on_with_the_own_record(self, rank, monkeypatch, tmp_path):
         job, first = Run("ddp", ["--name", "mine"], tmp_path), ["recipes.ddp.train", "--name", "mine"]
-        for has_record, more in (("", []), ("0", ["--resume", "auto"]), ("1", ["--resume", "auto"])):
-            monkeypatch.setenv("HAS_RECORD", has_record)
+        for resumes, more in (("", []), ("1", ["--resume", "auto"])):
+            monkeypatch.setenv("RESUMES", resumes)
             rank(job)
             assert self.words == ["scripts.launch.hold_signals", *first, *more]
 
-    @pytest.mark.parametrize("options", [["--name", "mine", "--resume", "other.pt"], []])
-    def test_a_start_after_one_without_a_record_may_begin_as_that_one(self, rank, monkeypatch, tmp_path, options):
-        """A run begins from another's checkpoint again, and the probe keeps no record."""
-        monkeypatch.setenv("HAS_RECORD", "0")
-        rank(Run("ddp", options, tmp_path))
-        assert self.words[2:] == options
+    def test_the_probe_keeps_no_record_to_resume(self, rank, monkeypatch, tmp_path):
+        monkeypatch.setenv("RESUMES", "1")
+        rank(Run("probe", [], tmp_path))
+        assert self.words[2:] == []
 
     def test_a_script_in_its_place(self, rank, monkeypatch, tmp_path):
         job = Run("ddp", ["--lr", "1"], tmp_path, script={"SCRIPT": "/train.py", "RESUME": "none"})

@@ -9,7 +9,6 @@ seeding.py.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import math
 import os
@@ -17,7 +16,6 @@ import re
 import shutil
 import struct
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +27,7 @@ import torch
 from isal import isal_zlib
 
 from recipes.common.errors import UserError
+from recipes.common.folders import names_in
 from recipes.common.options import Options
 from recipes.common.process.entry import CHECKPOINT_THREAD
 from recipes.common.world.tree import map_tree
@@ -118,23 +117,6 @@ class _SummedFile:
     def end(self) -> None:
         self.file.write(CHECKSUM_TRAILER.pack(CHECKSUM_MARK, self.checksum))
         self.flush()
-
-
-def names_in(folder: Path) -> set[str]:
-    """Return the names in a folder, none if there is no folder; raises OSError if it cannot be read."""
-    try:
-        return set(os.listdir(folder))
-    except FileNotFoundError:
-        return set()
-
-
-def refresh_names(folder: Path) -> None:
-    """Let names_in() return what other nodes have just put into a folder, or removed.
-
-    NFS, sshfs and the like remember a folder's names for up to a minute, until this node itself changes it.
-    """
-    with contextlib.suppress(OSError):  # no folder, or nothing can be written: the reader of names says so
-        Path(tempfile.mkdtemp(prefix=".refresh-", dir=folder)).rmdir()
 
 
 class CheckpointFolder:

@@ -1,4 +1,4 @@
-"""Read checkpoints, as --resume does: whole, undamaged and of a run like this one, or not at all.
+"""Read checkpoints, as a resume does: whole, undamaged and of a run like this one, or not at all.
 
 A checkpoint counts as bad only if the bytes of a file prove it. An error of the machine, which may pass, does not.
 """
@@ -25,10 +25,10 @@ from recipes.common.checkpoint.checkpoint import (
     MUST_MATCH,
     SHARD_NAME,
     CheckpointFolder,
-    names_in,
     reason_of,
 )
 from recipes.common.errors import UserError
+from recipes.common.folders import names_in
 from recipes.common.options import Options, option_applies
 
 ShardCheck = Callable[[Path, list[dict[str, Any]]], None]
@@ -77,7 +77,7 @@ def read_newest(
     if paths:
         what = f"none of the {len(paths)} checkpoints in {folder.folder} is good"
     if set_aside:
-        other = f"try --resume {best} under another --name, or " if best else ""
+        other = f"try --start-from {best} under another --name, or " if best else ""
         fix = f"{other}begin again from step 0 with --overwrite and --resume none"
     else:
         fix = f"give {best}" if best else "give another run or checkpoint"
@@ -188,4 +188,4 @@ def check_options(args: Options, content: dict[str, Any], path: Path) -> None:
         own = getattr(args, name)
         if own != value and option_applies(name, args.data):
             what = f"{path} was written with {flag} {value}, this run has {flag} {own}"
-            raise UserError(f"{what}; give the same, or start a new run without --resume")
+            raise UserError(f"{what}; give the same, or start a new run from step 0")

@@ -10,8 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from recipes.common.checkpoint.checkpoint import names_in
 from recipes.common.errors import UserError
+from recipes.common.folders import names_in
 
 NOT_COMPARED = ("config", "name", "overwrite", "resume", "runs_dir", "weights")
 """Options that may change between the launches of a run: changed_options() does not report them."""

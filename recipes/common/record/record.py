@@ -30,8 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.common.checkpoint.checkpoint import CheckpointFolder, names_in
+from recipes.common.checkpoint.checkpoint import CheckpointFolder
 from recipes.common.errors import UserError, as_user_error
+from recipes.common.folders import names_in
 from recipes.common.options import Options
 from recipes.common.record.progress import Progress
 from recipes.common.record.provenance import hardware, revision, versions
@@ -50,7 +51,7 @@ def open_run(
     """Find or make the run that the options name; return its record and the checkpoint to resume from.
 
     Call it on rank 0 only, with the place of every rank. `--resume auto` continues the run's own record;
-    `--resume PATH` begins a new run from another run's checkpoint, which stays unchanged; of the content for
+    `--start-from` begins a new run from another run's checkpoint, which stays unchanged; of the content for
     `--weights`, there is only the `model`, as it was saved. An existing record is not changed before
     Record.begin(). All tensors of a sharded checkpoint are read, unless there is a `check`: it checks the files,
     and each rank reads its own part.
@@ -61,7 +62,7 @@ def open_run(
     folder: Path | None = None
     path: Path | None = None
     content: dict[str, Any] | None = None
-    if args.resume != "none" or args.weights:
+    if args.resume == "auto" or args.start_from or args.weights:
         from recipes.common.record.resume import find_checkpoint
 
         with as_user_error("read", args.runs_dir):
@@ -72,7 +73,7 @@ def open_run(
             named = args.runs_dir / args.name
             replaces = "config.json" in names_in(named)
             if replaces and path and path.resolve().is_relative_to(named.resolve()):
-                flag, what = "--weights" if args.weights else "--resume", f"{path} is in {named}"
+                flag, what = "--weights" if args.weights else "--start-from", f"{path} is in {named}"
                 raise UserError(f"{flag}: {what}, which --overwrite deletes; choose another --name")
             folder = named if replaces else None
         folder = folder or _new_run(args, recipe)
@@ -89,13 +90,9 @@ def _new_run(args: Options, recipe: str) -> Path:
         try:
             # Hidden files are what a launch that was killed, or NFS, has left of a run that was replaced.
             found = [path for path in folder.iterdir() if path.name != LAUNCHER_LOGS and path.name[0] != "."]
-            claims = [path for path in found if path.name == "metrics.jsonl" and not path.stat().st_size]
-            # A job that starts again before its record has begun names what it begins from again.
-            is_again = bool(claims and (args.weights or args.resume not in ("none", "auto")))
-            if found != claims or (claims and not is_again):
+            if found:
                 raise FileExistsError
-            # Of two jobs that start together, one gets the name.
-            (folder / "metrics.jsonl").touch(exist_ok=is_again)
+            (folder / "metrics.jsonl").touch(exist_ok=False)  # of two jobs that start together, one gets the name
         except FileExistsError:
             if args.resume == "auto" or args.overwrite:
                 raise UserError(f"{folder} exists and is not a run; choose another --name") from None

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from recipes.common.checkpoint.checkpoint import FORMAT, CheckpointFolder, names_in, reason_of, refresh_names
+from recipes.common.checkpoint.checkpoint import FORMAT, CheckpointFolder, reason_of
 from recipes.common.checkpoint.reading import (
     BadCheckpointError,
     ShardCheck,
@@ -21,6 +21,7 @@ from recipes.common.checkpoint.reading import (
 )
 from recipes.common.checkpoint.shard_files import read_whole
 from recipes.common.errors import UserError
+from recipes.common.folders import names_in, refresh_names
 from recipes.common.options import Options
 from recipes.common.record.earlier_launches import read_config
 
@@ -32,7 +33,8 @@ def find_checkpoint(
 ) -> tuple[Path | None, Path | None, Content | None]:
     """Return the run to continue, the checkpoint to resume from and its content; None for each if there is none.
 
-    A run that takes --weights, and has no checkpoint yet, gets their file and the content of read_weights().
+    A run without a checkpoint gets the one of --start-from, or the file of --weights with what read_weights()
+    returns.
 
     Raises:
         UserError: as open_run().
@@ -42,8 +44,8 @@ def find_checkpoint(
     found: tuple[Path, Content] | None = None
     if args.resume == "auto":
         folder, found = _find_run(args, recipe, check)
-    elif args.resume != "none":
-        found = read_path(Path(args.resume), check=check)
+    if not found and args.start_from:
+        found = read_path(args.start_from, check=check)
     if not found and args.weights:
         found = read_weights(args.weights, check)
     if not found:
@@ -75,9 +77,10 @@ def _find_run(
         raise UserError(f"the run {folder} is complete, and its checkpoints are gone; {remedy}")
     if not found and "config.json" in names:
         # A run that began from another run's checkpoint or from weights, and has no checkpoint of its own yet,
-        # begins from them again, or from the weights given now.
+        # begins from them again, or from what is given now in place of weights.
         last = read_config(folder / "config.json")["launches"][-1]
-        begun_from = last["checkpoint"] or (None if args.weights else last.get("weights"))
+        is_given = args.start_from or args.weights
+        begun_from = last["checkpoint"] or (None if is_given else last.get("weights"))
         if begun_from:
             try:
                 Path(begun_from).stat()  # not exists(), which takes any error for "no" from Python 3.14 on
@@ -107,18 +110,15 @@ def _newest_run(runs_dir: Path, recipe: str) -> Path | None:
     return max(launched)[2] if launched else None
 
 
-def read_path(
-    path: Path, flag: str = "--resume", others: str = "auto, ", check: ShardCheck | None = None
-) -> tuple[Path, Content]:
+def read_path(path: Path, flag: str = "--start-from", check: ShardCheck | None = None) -> tuple[Path, Content]:
     """Return the checkpoint at a path, or the newest good one of the run at that path.
 
-    Raises UserError if there is none, or it is bad; the error names `flag` and `others`, its values besides a
-    path. `check`: as for read_checkpoint().
+    Raises UserError, which names `flag`, if there is none, or it is bad. `check`: as for read_checkpoint().
     """
     try:
         is_folder = stat.S_ISDIR(path.stat().st_mode)
     except FileNotFoundError:
-        raise UserError(f"{flag} {path}: no such file; give {others}a checkpoint, or a run's folder") from None
+        raise UserError(f"{flag} {path}: no such file; give a checkpoint, or a run's folder") from None
     if is_folder:
         folder = _checkpoints_in(path)
         found = read_newest(CheckpointFolder(folder), False, check)
@@ -171,7 +171,7 @@ def read_weights(path: Path, check: ShardCheck | None = None) -> tuple[Path, Con
         what = "it is no file of torch.save(), or holds more than tensors and plain values"
         raise UserError(f"--weights {path}: {what}; {fix}") from None
     if isinstance(content, dict) and content.get("format") == FORMAT:
-        path, content = read_path(path, "--weights", "", check)  # it checks every byte
+        path, content = read_path(path, "--weights", check)  # it checks every byte
         return path, {"model": read_whole({name: content.get(name) for name in ("model", "shards")})["model"]}
     for name in ("model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(name), dict):
