@@ -138,7 +138,7 @@ begin_job() {
     # One log per node: a node that is cut off can still write its own.
     srun+=(--output="$logs/%N.txt" --open-mode=append)
     # Before Slurm 25.11, srun's %N is the host name, which may differ from NodeName: one file with both names.
-    host_log=$logs/$host.txt head_log=$logs/${SLURMD_NODENAME:-$host}.txt started=$logs/.started
+    host_log=$logs/$host.txt head_log=$logs/${SLURMD_NODENAME:-$host}.txt started=$logs/.started-$job
     touch "$host_log" "$started" || refuse "cannot write $logs; choose another folder of runs"
     leave_if_complete
     if [[ ! -e $head_log ]]; then ln -s "$(basename "$host_log")" "$head_log"; fi
@@ -158,7 +158,7 @@ begin_job() {
 # refuse_in_config FILE: refuse options in a --config file that this script reads from the command line only.
 refuse_in_config() {
     local found
-    found=$(grep -sm 1 -oE '^[{ ]*"?(runs[-_]dir|resume|name)"? *:' "$1" | tr -d '{": ' | tr _ -)
+    found=$(grep -sm 1 -oE '^[{ ]*"?(runs[-_]dir|name)"? *:' "$1" | tr -d '{": ' | tr _ -)
     if [[ -n $found ]]; then refuse "$1 has $found; give it on the command line: sbatch ... --$found VALUE"; fi
 }
 
@@ -316,9 +316,9 @@ exec_python() {
 # run_step COMMAND...: start the ranks and show the head node's log. Set `greatest` to srun's status, the greatest of all
 # tasks, and `status` to that of the first task that failed, if it exited by itself: srun kills the others.
 run_step() {
-    local tails=() before first errors=$logs/.srun
+    local tails=() before first errors=$logs/.srun-$job
     # Slurm may signal the steps alone, as at a preemption without send_user_signal: a script's launchers leave this file.
-    export STOPPED_FILE=$logs/.stopped
+    export STOPPED_FILE=$logs/.stopped-$job
     rm -f "$STOPPED_FILE"
     : >"$errors"
     tail -c "+$(($(stat -Lc %s "$head_log") + 1))" -f -s 0.2 "$head_log" &
@@ -346,8 +346,8 @@ run_step() {
 # Make the job elastic: serve its store here, so that it survives the loss of other nodes, and let srun continue after a loss.
 make_elastic() {
     export MIN_NODES=${MIN_NODES:-1} MAX_RESTARTS=${MAX_RESTARTS:-10} RDZV_ENDPOINT
-    export RDZV_ID=$job.$restarts ENDED_FILE=$logs/.ended
-    local store is_ready=$logs/.store bound=$((SECONDS + ${RDZV_TIMEOUT_S:-300}))
+    export RDZV_ID=$job.$restarts ENDED_FILE=$logs/.ended-$job
+    local store is_ready=$logs/.store-$job bound=$((SECONDS + ${RDZV_TIMEOUT_S:-300}))
     RDZV_ENDPOINT=$MASTER_ADDR:$MASTER_PORT
     rm -f "$is_ready" "$ENDED_FILE"
     exec_python -m scripts.launch.elastic "$MASTER_PORT" "" "$is_ready" &
@@ -504,7 +504,7 @@ is_complete() {
         fi
     elif [[ -n ${RDZV_ENDPOINT:-} && -z $signal && -e ${ENDED_FILE:-} ]]; then
         # 137: killed in a container; 69: the node lost the store.
-        ! grep 'Exited with exit code' "$logs/.srun" | grep -qvE 'code (69|137)$'
+        ! grep 'Exited with exit code' "$logs/.srun-$job" | grep -qvE 'code (69|137)$'
     else
         [[ $status == 0 && -z $signal && ! -e ${STOPPED_FILE:-} ]]
     fi

@@ -107,7 +107,7 @@ def test_a_job_whose_elastic_store_loses_its_port_is_requeued(job, tmp_path):
     """Otherwise its nodes would wait until RDZV_TIMEOUT_S, or meet another program at the port."""
     write_program(tmp_path / "python", STORE)
     own = {"PYTHON": str(tmp_path / "python")}
-    earlier = 'touch "$logs/.store" "$logs/.ended"'
+    earlier = 'touch "$logs/.store-$job" "$logs/.ended-$job"'
     show = '[[ ! -e $ENDED_FILE ]] && echo "$MASTER_PORT $RDZV_ENDPOINT"; echo "${srun[*]}"'
     done = job(then=f"{earlier}; make_elastic; {show}", **own)
     assert re.search(r"^(\d+) n1:\1$", done.stdout, re.MULTILINE), done.stderr
@@ -133,7 +133,7 @@ def test_a_job_whose_elastic_store_loses_its_port_is_requeued(job, tmp_path):
     ],
 )
 def test_an_elastic_script_has_ended_where_one_node_says_so_and_none_has_failed(script, said, is_complete):
-    then = f'RDZV_ENDPOINT=n1:7 ENDED_FILE=$logs/.ended status=137; echo "{said}" >"$logs/.srun"'
+    then = f'RDZV_ENDPOINT=n1:7 ENDED_FILE=$logs/.ended-$job status=137; echo "{said}" >"$logs/.srun-$job"'
     done = script(f'{then}; touch "$ENDED_FILE"; is_complete && echo yes')
     assert done.stdout.endswith("yes\n") is is_complete, done.stderr
     assert "yes" not in script(f'{then}; rm -f "$ENDED_FILE"; is_complete && echo yes', RESUME="auto").stdout
@@ -973,12 +973,24 @@ def test_what_keeps_no_record_is_complete_without_one(job, begin, options):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("line", ["runs-dir: /scratch", "runs_dir: /scratch", '{"resume": "auto"}', "name: mine"])
+def test_jobs_of_one_name_leave_each_others_marks_alone(job, tmp_path):
+    """The older one ends as the newer one takes over the run, and then reads when it began and what srun said."""
+    marks = []
+    for number in ("7", "8"):
+        assert job("--name", "mine", then="run_step true", SLURM_JOB_ID=number).returncode == 0
+        marks.append({path: path.stat().st_mtime_ns for path in (tmp_path / "runs/mine/slurm").glob(".*")})
+    assert {f".{name}-7" for name in ("started", "srun", "first-start")} <= {path.name for path in marks[0]}
+    assert marks[1].items() > marks[0].items()
+
+
+@pytest.mark.parametrize(
+    "line", ["runs-dir: /scratch", "runs_dir: /scratch", '{"runs_dir": "/scratch"}', "name: mine"]
+)
 def test_what_the_job_has_to_know_stands_in_no_configuration(job, tmp_path, line):
     (tmp_path / "own.yaml").write_text(f"epochs: 3\n{line}\n")
     done = job("--config", str(tmp_path / "own.yaml"))
     assert done.returncode == 2
-    assert re.search(r"^error: .*own.yaml has (runs-dir|resume|name); give it on the command line", done.stderr)
+    assert re.search(r"^error: .*own.yaml has (runs-dir|name); give it on the command line", done.stderr)
 
 
 def test_a_second_signal_abandons_no_step(job, tmp_path):
