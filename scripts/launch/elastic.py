@@ -375,8 +375,7 @@ class Handler(DynamicRendezvousHandler):
 def connect(endpoint: str) -> TCPStore:
     """Return a new connection to the store: waiting for a key blocks the connection that is used."""
     host, _, port = endpoint.rpartition(":")
-    timeout = timedelta(seconds=STORE_TIMEOUT_S)
-    return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+    return torch_agent.open_store(host, int(port), STORE_TIMEOUT_S, is_master=False, wait_for_workers=False)
 
 
 def create_handler(endpoint: str, job: str, min_nodes: int, node: Node, address: str) -> Handler:

@@ -30,7 +30,7 @@ from recipes.common.process.node import Failure, Node, check_head, missing_nodes
 from recipes.common.process.open_files import STORE_CONNECTIONS, allow_connections
 from recipes.common.process.ranks import bind_address
 from recipes.common.process.rendezvous_errors import MissingNodeError, port_taken_error
-from recipes.common.watch.notes import Notes
+from recipes.common.watch.notes import Notes, run_bounded
 from scripts.launch import script
 from scripts.launch.command import warn
 from scripts.launch.echo import listen
@@ -50,6 +50,9 @@ from scripts.launch.stuck import LOOK_EVERY_S, StuckRanks
 
 STORE_LINGER_S = 2.0
 """How long node 0 keeps the store after a refusal, so that the other nodes can read it."""
+
+ANSWER_S = 5.0
+"""How long a store may take to answer, once it is connected."""
 
 NOTICE_S = 0.5
 """How long a node whose ranks have failed waits for others to say that theirs have left: they look every 0.1 s."""
@@ -169,6 +172,28 @@ def listening_fd(address: str, port: int) -> int:
         raise UserError(f"cannot listen at {address}:{port}: {error.strerror}") from None
 
 
+def open_store(host: str, port: int, timeout_s: float, **options: Any) -> TCPStore:
+    """Return a connection to a store, or the store itself with is_master.
+
+    Raises MissingNodeError if another program listens there: torch would wait for its answer without a limit.
+    """
+
+    def open_it() -> TCPStore | Exception:
+        try:
+            return TCPStore(host, port, timeout=timedelta(seconds=timeout_s), **options)
+        except Exception as error:
+            return error
+
+    limit_s = timeout_s + ANSWER_S
+    found, _ = run_bounded(open_it, None, Exception, limit_s)
+    if found is None:
+        what = f"{host}:{port} has not answered as a node's store does within {limit_s:g} s"
+        raise MissingNodeError(f"{what}; does another program listen there, and is MASTER_PORT node 0's?")
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
 def meet_nodes(node: Node, job: str) -> Store:
     """Meet the other nodes in the store that node 0 serves; return the store.
 
@@ -177,13 +202,12 @@ def meet_nodes(node: Node, job: str) -> Store:
     for a late node, and UserError if nodes share a rank, differ in NNODES, or cannot be served at this port.
     """
     is_head = node.node_rank == 0
-    bound = timedelta(seconds=node.rdzv_timeout_s)
     options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
     if is_head:
         users = node.nnodes * (1 + node.nproc_per_node)
         allow_connections(STORE_CONNECTIONS * users, f"{node.nnodes * node.nproc_per_node} ranks")
         options["master_listen_fd"] = listening_fd(bind_address(node.master_addr), node.master_port)
-    store = TCPStore(node.master_addr, node.master_port, is_master=is_head, timeout=bound, **options)
+    store = open_store(node.master_addr, node.master_port, node.rdzv_timeout_s, is_master=is_head, **options)
     names, own = PrefixStore(f"{job}/nodes", store), f"{socket.gethostname()} (pid {os.getpid()})"
     rank, ranks = str(node.node_rank), [str(rank) for rank in range(node.nnodes)]
     size = names.compare_set("nnodes", "", str(node.nnodes)).decode()

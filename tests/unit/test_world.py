@@ -195,11 +195,33 @@ def test_gloo_may_not_connect_for_five_time_outs(monkeypatch, capfd, local_rank,
     ended = threading.Event()
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setattr(os, "_exit", lambda status: ended.set() if status == 1 else None)
-    with bounded(3, timedelta(seconds=0.05)):
+    monkeypatch.setattr(world_module, "SLACK_S", 0.0)
+    with bounded(3, timedelta(seconds=0.05), "connection_error"):
         assert ended.wait(20)
     reason = r"\(no answer within 0\.1 s; if another rank has ended, see its error\); set GLOO_"
     line = rf"error: rank 3 on .* cannot connect .* {reason}.*\n"
     assert re.fullmatch(line if says else "", capfd.readouterr().err)
+
+
+def test_a_rank_does_not_wait_forever_for_a_program_that_is_no_store(monkeypatch, capfd):
+    """Torch sets no limit to the wait for its answer."""
+    monkeypatch.setattr(world_module, "SLACK_S", 0.0)
+    listener = socket.create_server(("127.0.0.1", 0))
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    ended = []
+
+    def end(status):
+        ended.append(status)
+        listener.accept()[0].close()  # it frees the thread that would have ended with the process
+
+    monkeypatch.setattr(os, "_exit", end)
+    with listener, pytest.raises(MissingNodeError):
+        connect("cpu", Ranks(1, 0, 2, 1), timedelta(seconds=0.5))
+    assert ended == [1]
+    assert capfd.readouterr().err.startswith("error: rank 1 cannot meet the others at 127.0.0.1:")
 
 
 @pytest.mark.parametrize(("on_one_rank", "left"), [(False, ["world"]), (True, [])])

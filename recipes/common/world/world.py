@@ -43,6 +43,9 @@ NO_PICKLE: dict[str, Any] = {"weights_only": True} if "weights_only" in KEYWORDS
 MANY = 256
 """In jobs of more ranks than this, gloo connects two ranks only once they exchange something."""
 
+SLACK_S = 5.0
+"""How long a library may take to report its own time-out."""
+
 NO_CONNECTION = ("connectFullMesh", "timed out connecting", "Connect timeout")
 """Phrases in gloo's errors about a rank that it cannot reach; the last two with more than MANY ranks."""
 
@@ -182,14 +185,15 @@ def connect(
         # World: rank 0 (or torchrun's agent) hosts a store there, through which processes then find each other.
         server = serve_on_loopback(ranks.rank)
         rendezvous = dist.rendezvous("env://", rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
-        store, _, _ = next(iter(rendezvous))
+        with bounded(ranks.rank, timeout, "rendezvous_error"):
+            store, _, _ = next(iter(rendezvous))
         del server  # the store has taken it over
         device = agree_on_device(
             lambda: choose_device(wanted, ranks, devices_per_rank),
             ranks.rank,
             lambda kind, text: _exchange_kinds(dist.PrefixStore("device", store), ranks, kind, text),
         )
-        with bounded(ranks.rank, timeout):
+        with bounded(ranks.rank, timeout, "connection_error"):
             return device, make_groups(dist.PrefixStore("groups", store), ranks, device.type, timeout)
     except dist.DistError as error:
         from recipes.common.process.rendezvous_errors import rendezvous_error
@@ -251,22 +255,23 @@ def serve_on_loopback(rank: int) -> dist.Store | None:
     return dist.TCPStore(*place, is_master=True, master_listen_fd=listener.detach(), **own)
 
 
-def bounded(rank: int, timeout: timedelta) -> contextlib.AbstractContextManager[None]:
-    """End this process if gloo takes longer to connect than two time-outs: for a rank to come and to answer.
+def bounded(rank: int, timeout: timedelta, error_name: str) -> contextlib.AbstractContextManager[None]:
+    """End this process if it connects longer than two time-outs and SLACK_S: for a rank to come and to answer.
 
-    Gloo itself waits for five if a rank ends after it has stored its address. Each node's first rank prints why.
+    Gloo itself waits for five if a rank ends after it has stored its address, and torch without a limit if another
+    program listens at MASTER_PORT. Each node's first rank prints this error of rendezvous_errors.py.
     """
-    limit_s = 2 * timeout.total_seconds()
+    limit_s = 2 * timeout.total_seconds() + SLACK_S
 
     def give_up() -> None:
-        from recipes.common.process.rendezvous_errors import MissingNodeError, connection_error
+        from recipes.common.process import rendezvous_errors
 
         if os.environ.get("LOCAL_RANK", "0") == "0":
             reason = f"no answer within {limit_s:g} s; if another rank has ended, see its error"
-            print(f"error: {connection_error(rank, reason)}", file=sys.stderr, flush=True)
+            print(f"error: {getattr(rendezvous_errors, error_name)(rank, reason)}", file=sys.stderr, flush=True)
         else:
             time.sleep(1.0)  # a launcher ends all ranks as soon as one exits
-        os._exit(MissingNodeError.status)
+        os._exit(rendezvous_errors.MissingNodeError.status)
 
     return time_limit(limit_s, give_up)
 
