@@ -192,7 +192,7 @@ def removed_at_end(compose: list[str], environment: dict[str, str]) -> Iterator[
 @command
 def main(argv: list[str]) -> int:
     """Start a container for each node, wait for all, and return the job's exit status."""
-    args = parse_args(argv)
+    args = parse_args(argv, "python -m docker.compose", __doc__)
     recipe = check_recipe(args.recipe)
     if (args.min_nodes, args.max_restarts) != (None, None):
         raise UserError("MIN_NODES: WITH=docker does not restart lost containers; drop one of the two")

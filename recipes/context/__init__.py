@@ -1,1 +1,1 @@
-"""Context parallelism times data parallelism on a device mesh."""
+"""Context parallelism x data parallelism on a device mesh."""

@@ -1,1 +1,1 @@
-"""DDP times pipeline stages: see train.py."""
+"""Pipeline parallelism x DDP on a device mesh."""

@@ -1,4 +1,4 @@
-"""Pipeline times DDP: the layers spread over the processes of a replica, and replicas side by side.
+"""Pipeline parallelism x DDP: the layers are divided among the processes of a replica.
 
 Run `torchrun --nproc-per-node=4 recipes/pipeline/minimal.py --checkpoint lenet.pt`; train.py has all options.
 """

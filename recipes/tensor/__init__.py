@@ -1,1 +1,1 @@
-"""Tensor parallelism times data parallelism on a device mesh."""
+"""Tensor parallelism x data parallelism on a device mesh."""

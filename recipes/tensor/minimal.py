@@ -1,4 +1,4 @@
-"""Tensor parallelism times data parallelism: each layer split over N ranks, and replicas of these side by side.
+"""Tensor parallelism x data parallelism: each layer is split over the N ranks of a replica.
 
 Run `torchrun --nproc-per-node=4 recipes/tensor/minimal.py --checkpoint lenet.pt`; train.py has all options.
 """

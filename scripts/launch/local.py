@@ -372,9 +372,11 @@ def check_elastic(args: Namespace) -> tuple[int, int] | None:
     return args.min_nodes, 3 if args.max_restarts is None else args.max_restarts
 
 
-def parse_args(argv: list[str]) -> Namespace:
-    """Return the launcher's own arguments, with the recipe's (after --) in `options`."""
-    parser = CommandParser("python -m scripts.launch.local", __doc__, RECIPE_OPTIONS)
+def parse_args(
+    argv: list[str], prog: str = "python -m scripts.launch.local", doc: str | None = __doc__
+) -> Namespace:
+    """Return the launcher's own arguments, with the recipe's (after --) in `options`; --help shows `doc`."""
+    parser = CommandParser(prog, doc, RECIPE_OPTIONS)
     parser.add_argument("recipe", nargs="?", default="")
     parser.add_argument("--nodes", type=count, default=1, help="nodes on this machine")
     parser.add_argument("--nproc-per-node", type=count, help="processes per node (its GPUs, else 1)")

@@ -93,7 +93,7 @@ OWN_OPTIONS: dict[str, list[tuple[str, Any, Any, str, str]]] = {
     "cluster": [
         ("--nodes", whole_number(1, 100_000), 16, "N", "largest number of nodes"),
         ("--gpus", positive_int, 8, "G", "GPUs per node, one rank each"),
-        ("--fabric", one_of(*FABRICS), None, "NAME", f"network between nodes: {', '.join(FABRICS)}"),
+        ("--fabric", one_of(*FABRICS), None, "NAME", f"network (default: ib-400): {', '.join(FABRICS)}"),
         ("--alpha-us", non_negative_float, None, "US", "latency of a hop, instead of the fabric's"),
         ("--gbit", positive_float, None, "GBIT", "usable Gbit/s of a node, instead of the fabric's"),
         ("--intra", one_of(*INTRA), "nvlink", "NAME", f"links within a node: {', '.join(INTRA)}"),

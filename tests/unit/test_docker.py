@@ -308,6 +308,14 @@ def test_by_hand_records_go_where_the_container_may_write():
         assert service["pull_policy"] == "never"
 
 
+def test_its_help_is_its_own(capsys):
+    with pytest.raises(SystemExit):
+        compose.main(["--help"])
+    shown = capsys.readouterr().out
+    assert "usage: python -m docker.compose " in shown
+    assert "in containers on this machine" in shown
+
+
 def spec(folder, **own):
     """Return what containers get for a run in a folder."""
     return compose.ContainerSpec(folder / "mine", folder / "data", [], **own)
