@@ -149,6 +149,17 @@ class Experts(nn.Module):
             order = [first, second]
         return sum(expert(inputs) for expert in order) + inputs.new_zeros(len(inputs), 3, requires_grad=True)
 
+def drawn_by_rank(data):
+    if os.environ.get("RANK") == "1":
+        torch.manual_seed(1)
+    return net(data)
+
+def copied_by_rank(data):
+    model = net(data)
+    if os.environ.get("RANK") == "0":
+        model[0].weight.data.copy_(torch.ones(64, 2))  # as load_state_dict() does
+    return model
+
 class Buffered(nn.Linear):
     def __init__(self):
         super().__init__(2, 3)
@@ -381,6 +392,24 @@ def test_a_resume_restores_an_optimizer_of_your_own(run, start, tmp_path, recipe
     start(recipe, 2, *argv, "--max-steps", "20").wait(check=True)
     start(recipe, 2, *argv, "--resume", "auto").wait(check=True)
     assert is_equal(weights(tmp_path / "run"), weights(whole))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model", "argv"),
+    [
+        ("fsdp", "copied_by_rank", ()),
+        ("tensor", "drawn_by_rank", ("--tensor-parallel", "1")),
+        *slow(("fsdp", "drawn_by_rank", ("--replicas", "2")), ("pipeline", "copied_by_rank", ())),
+    ],
+)
+def test_weights_that_differ_between_ranks_are_refused(start, recipe, model, argv):
+    """Replicas would keep weights unlike the checkpoint's; shards and stages would be of several models."""
+    line = start(recipe, 2, "--data", "mine:spirals", "--model", f"mine:{model}", *argv).wait().refusal
+    weights = r"a model with weights of digest \w{8}"
+    how = r"start all ranks with the same options, data, code and libraries"
+    assert re.fullmatch(
+        rf"error: rank 1: --model mine:{model} is {weights} on \S+, and {weights} on rank 0; {how}", line
+    )
 
 
 VALUES = ("--data", "mine:values", "--model", "mine:line", "--task", "mine:SquaredError", "--max-steps", "5")
