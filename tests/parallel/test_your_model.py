@@ -68,7 +68,12 @@ class BrokenMetric(SquaredError):
     def metric_sums(self, output, target):
         if len(output) > 2 and os.environ.get("BREAK") == "task":
             raise ValueError("too many samples for this metric")
+        self.evaluates = len(output) > 2
         return super().metric_sums(output, target)
+    def derive(self, averages):
+        if os.environ.get("BREAK") == "derive" and os.environ["RANK"] == "1" and self.evaluates:
+            raise ValueError("too many samples for this metric")
+        return super().derive(averages)
 
 class BrokenModel(nn.Sequential):
     is_sequence = True
@@ -451,13 +456,15 @@ def test_a_sample_that_raises_an_error_ends_all_ranks_with_one_line(run, start, 
         assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=1e-5)
 
 
-@pytest.mark.parametrize(("recipe", "broken"), [("ddp", "task"), ("pipeline", "task"), ("ddp", "model")])
+@pytest.mark.parametrize(
+    ("recipe", "broken"), [("ddp", "task"), ("ddp", "derive"), ("pipeline", "task"), ("ddp", "model")]
+)
 def test_steps_are_kept_if_your_code_breaks_in_the_evaluation(run, start, tmp_path, recipe, broken):
     argv = ("--data", "mine:values", "--model", "mine:broken_line", "--task", "mine:BrokenMetric")
     argv = ("--global-batch-size", "48", "--max-steps", "5", *argv, *SAME[recipe])
     outcome = start(recipe, 2, *argv, BREAK=broken).wait()
-    assert f"ValueError: too many samples for this {'metric' if broken == 'task' else 'model'}" in outcome.text
-    if broken == "task":
+    assert f"ValueError: too many samples for this {'model' if broken == 'model' else 'metric'}" in outcome.text
+    if broken != "model":
         assert "ValueError: too many samples for this metric" in outcome.refusal
     assert newest_checkpoint(tmp_path / "run")["position"]["step"] == 5
     start(recipe, 2, *argv, "--resume", "auto").wait(check=True)
