@@ -106,6 +106,12 @@ class Timed(Slowing):
         self.param_groups[0]["clock"] = time.time
         return super().step(closure)
 
+class Scaled(torch.optim.SGD):
+    def __init__(self, params, lr=0.1, scale=1.0):
+        super().__init__(params, lr)
+        self.scale = scale
+
+scaled = lambda named_parameters, lr, weight_decay: Scaled([p for _, p in named_parameters], lr, scale=20.0)
 timed = lambda named_parameters, lr, weight_decay: Timed([p for _, p in named_parameters], lr)
 fails_on_rank_1 = lambda *args: {"0": slowing}[os.environ["RANK"]](*args)
 slowing = lambda named_parameters, lr, weight_decay: Slowing([p for _, p in named_parameters], lr)
@@ -378,6 +384,11 @@ ALONE = r"rank 1: --optimizer mine:fails_on_rank_1 failed: KeyError: '1' \(.*\);
             "ddp",
             "timed",
             "--optimizer mine:timed: no checkpoint gives back clock of a group, .*; let it keep ten.*",
+        ),
+        (
+            "horovod",
+            "scaled",
+            "--optimizer mine:scaled: Horovod builds it from its groups alone, and scale is then 1.0, not 20.*",
         ),
         *slow(("pipeline", "fails_on_rank_1", ALONE)),
     ],
