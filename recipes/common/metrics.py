@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
@@ -33,12 +34,14 @@ def add_batch(totals: Tensor, task: Task, output: Tensor, target: Tensor) -> Non
 def averages(totals: Tensor, task: Task, num_samples: int) -> dict[str, float]:
     """Return test_loss and the task's metrics from totals that have to cover each of num_samples once.
 
-    If images were skipped, skipped_images is how often this launch has skipped one so far.
+    They are NaN if no sample counts. If images were skipped, skipped_images is how often this launch has skipped
+    one so far.
     """
     count, left_out, skipped, *sums = totals.tolist()
     seen = f"evaluated {count:.0f} samples and skipped {left_out:.0f} of {num_samples}"
     assert count + left_out == num_samples, f"{seen}: the ranks' shares are not the whole"
-    means = {name: value / max(count, 1) for name, value in zip(("loss", *task.metrics), sums, strict=True)}
+    names = ("loss", *task.metrics)
+    means = {name: value / count if count else math.nan for name, value in zip(names, sums, strict=True)}
     if has_own(task, "derive"):
         from recipes.common.user_code import add_derived
 

@@ -99,8 +99,8 @@ def check_shapes(job: Job, state: dict[str, Any]) -> None:
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load what optimizer_state() returns without its settings: groups, decay and kernels stay this launch's.
 
-    Only the user's own optimizer gets its groups' settings, too: some keep state there. Raises ValueError if the
-    number of parameters, or for the user's the groups, differ.
+    Only the user's own optimizer gets its groups' settings, too, but for --weight-decay: some keep state there.
+    Raises ValueError if the number of parameters, or for the user's the groups, differ.
     """
     places, saved = parameter_indices(optimizer), [n for group in state["param_groups"] for n in group["params"]]
     if len(saved) != len(places):
@@ -111,7 +111,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
         if saved != places or len(groups) != len(state["param_groups"]):
             raise ValueError("its optimizer has other groups of parameters")
         for group, settings in zip(groups, state["param_groups"], strict=True):
-            group |= {name: value for name, value in settings.items() if name != "params"}
+            group |= {name: value for name, value in settings.items() if name not in ("params", "weight_decay")}
     own = {i: state["state"][place] for i, place in enumerate(places) if place in state["state"]}
     optimizer.load_state_dict({"state": own, "param_groups": groups})
     for parameter, values in optimizer.state.items():

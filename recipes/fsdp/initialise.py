@@ -132,12 +132,23 @@ def is_whole(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
-def build_shards(build: Callable[[], nn.Module], index: int, count: int) -> tuple[nn.Module, Shards]:
+def build_shards(
+    build: Callable[[], nn.Module],
+    index: int,
+    count: int,
+    see_whole: Callable[[Tensor], Any] = lambda tensor: None,
+) -> tuple[nn.Module, Shards]:
     """Return the model on the meta device, with real buffers, and this rank's rows of its parameters.
 
-    Raises UnknownInitError if the rows cannot be computed alone; build the model whole.
+    `see_whole` gets each whole tensor whose rows are kept. Raises UnknownInitError if the rows cannot be computed
+    alone; build the model whole.
     """
-    with ShardedInit(lambda tensor: rows(tensor, index, count)) as mode:
+
+    def keep(tensor: Tensor) -> Tensor:
+        see_whole(tensor)
+        return rows(tensor, index, count)
+
+    with ShardedInit(keep) as mode:
         model = build()
     shards: Shards = {}
     unknown = [name for name, buffer in model.named_buffers() if is_meta(buffer)]

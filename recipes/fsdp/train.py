@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from recipes.common.data import Data
+from recipes.common.data.splits import digest
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_checked_data, train_epochs
@@ -42,7 +43,7 @@ from recipes.common.parallel.groups import grid_mesh
 from recipes.common.parallel.sharding import gather_state, own_shards, own_state, read_shards, update, write_shards
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
-from recipes.common.world.agreement import raise_on_all_ranks, run_on_all_ranks
+from recipes.common.world.agreement import check_same_weights, raise_on_all_ranks, run_on_all_ranks
 from recipes.common.world.peers import Peers
 from recipes.common.world.world import World, train_as_rank
 from recipes.fsdp.initialise import Shards, build_shards, materialise
@@ -94,15 +95,22 @@ def build_mesh(args: FSDPOptions, world: World) -> DeviceMesh:
     return grid_mesh(args, world, world.world_size // args.replicas, ("replicate", "shard"))
 
 
-def build(args: FSDPOptions, data: Data, world: World) -> tuple[nn.Module, Shards, str]:
+def build(args: FSDPOptions, data: Data, world: World) -> tuple[nn.Module, Shards, list[Tensor], str]:
     """Return the model on the meta device, and this rank's rows of the weights that --seed gives the whole model.
 
-    If the rows cannot be computed alone, return the whole model on the CPU, no rows, and the reason.
+    Then digests of the whole weights, if the model is the user's, and "". If the rows cannot be computed alone,
+    return the whole model on the CPU, no rows, the weights, and the reason.
     """
     contiguous = replace(args, channels_last=False)  # a shard is rows of contiguous parameters
     count = world.world_size // args.replicas
+    digests: list[Tensor] = []
+
+    def see(tensor: Tensor) -> None:
+        if is_user_code(args.model):
+            digests.append(torch.tensor(digest(tensor)))
+
     try:
-        model, shards = build_shards(lambda: make_model(contiguous, data), world.rank % count, count)
+        model, shards = build_shards(lambda: make_model(contiguous, data), world.rank % count, count, see)
         if args.has_user_code:
             try:
                 check_fit(copy.deepcopy(model).to("meta"), args, data, world.device)
@@ -110,11 +118,12 @@ def build(args: FSDPOptions, data: Data, world: World) -> tuple[nn.Module, Shard
                 # Code that reads a number, by item(), fails on the meta device alone: train() checks the shards.
                 if args.compile or "meta" not in str(error.__cause__):
                     raise
-        return model, shards, ""
+        return model, shards, digests, ""
     except Exception as error:  # missing values cause any; build_model() raises the model's own errors again
         cause = error.__cause__ or error  # of an error in the user's code
         reason = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
-        return build_model(contiguous, data, world.device), {}, reason
+        model = build_model(contiguous, data, world.device)
+        return model, {}, list(model.parameters()), reason
 
 
 def check_dtypes(block: nn.Module, args: FSDPOptions, names: Mapping[nn.Parameter, str]) -> None:
@@ -297,7 +306,9 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
     """Train with the given options; call it on all ranks."""
     data = load_checked_data(args, "fsdp", world, stop)
     with world.watch("model", computes=True):
-        model, shards, why_whole = run_on_all_ranks(lambda: build(args, data, world), world)
+        model, shards, weights, why_whole = run_on_all_ranks(lambda: build(args, data, world), world)
+        check_same_weights(args, weights, world)
+        del weights
         if args.batchnorm_group:
             set_groups(model, args, world)
         parts = world.world_size * args.accumulate_steps

@@ -155,11 +155,16 @@ def wrap(model: nn.Module, args: HorovodOptions) -> Any:
 def check_copy(optimizer: torch.optim.Optimizer, args: HorovodOptions) -> None:
     """Raise UserError if Horovod cannot build the user's optimizer anew: it gives its class the groups alone."""
     make: Any = type(optimizer)
+    what = f"--optimizer {args.optimizer}: Horovod builds it from its groups alone, and"
     try:
-        make(optimizer.param_groups)
+        copy = make(optimizer.param_groups)
     except TypeError as error:
-        what = f"--optimizer {args.optimizer}: Horovod builds it from its groups alone, and {error}"
-        raise UserError(f"{what}; give these arguments defaults, or use RECIPE=ddp") from error
+        raise UserError(f"{what} {error}; give these arguments defaults, or use RECIPE=ddp") from error
+    for name, value in vars(optimizer).items():
+        if isinstance(value, bool | int | float | str) and (there := getattr(copy, name, None)) != value:
+            raise UserError(
+                f"{what} {name} is then {there}, not {value}; keep it in the groups, or use RECIPE=ddp"
+            )
 
 
 def train(args: HorovodOptions, world: World, stop: Stop) -> None:

@@ -29,7 +29,13 @@ from recipes.common.parallel.groups import gather_values
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
 from recipes.common.seeding import choose_kernels
-from recipes.common.world.agreement import load_same_data, raise_on_all_ranks, run_on_all_ranks, shard
+from recipes.common.world.agreement import (
+    check_same_weights,
+    load_same_data,
+    raise_on_all_ranks,
+    run_on_all_ranks,
+    shard,
+)
 from recipes.common.world.world import World, train_as_rank
 from recipes.pipeline import partition
 from recipes.pipeline.grid import PARTS_PER_STAGE, Grid, PipelineOptions, build_grid
@@ -142,6 +148,7 @@ def train(args: PipelineOptions, world: World, stop: Stop) -> None:
     run_on_all_ranks(lambda: args.check_microbatches(grid.replicas, len(data.train)), world)
     # DDP: every rank draws the same weights from --seed; a stage then moves its own layers to its device.
     model = run_on_all_ranks(lambda: build_sequence(args, data, world.device), world)
+    check_same_weights(args, model.parameters(), world)
     run_on_all_ranks(lambda: check_groups(model, args), world)
     pieces = grid.replicas * args.passes
     run_on_all_ranks(lambda: check_parts(model, args, pieces, data), world)

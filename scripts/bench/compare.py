@@ -61,8 +61,8 @@ def read_run(folder: Path) -> dict[str, Any]:
     """Return the figures of a completed run's row in the table, and its losses by step."""
     result = json.loads((folder / "result.json").read_text())
     headline = result["headline"]
-    epochs = [row for row in read_metrics(folder) if "test_loss" in row]
-    reached = [row["train_s"] for row in epochs if row.get("test_accuracy", 0) >= TARGET_ACCURACY]
+    epochs = [row for row in read_metrics(folder) if row["kind"] == "epoch"]
+    reached = [row["train_s"] for row in epochs if (row.get("test_accuracy") or 0) >= TARGET_ACCURACY]
     return {
         "recipe": result["recipe"],
         "world_size": result["world_size"],

@@ -32,8 +32,8 @@ def last_step(run: Path) -> int:
 
 
 def read_losses(run: Path) -> dict[int, float]:
-    """Return the training loss of each logged step of a run."""
-    return {row["step"]: row["loss"] for row in read_metrics(run) if "loss" in row}
+    """Return the training loss of each logged step of a run; a skipped step's may be NaN, and is left out."""
+    return {row["step"]: row["loss"] for row in read_metrics(run) if row.get("loss") is not None}
 
 
 def differences(losses: dict[int, float], reference: dict[int, float]) -> dict[int, float]:

@@ -1,5 +1,6 @@
 """Recipes side by side: the figures of real runs, and the table and picture that are made of them."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +30,24 @@ def test_figures_are_those_of_the_runs(runs):
     assert 0 < ddp["difference"] < 1e-5
     assert single["target_s"] is None  # two epochs do not reach 97%
     assert ddp["sent_kb"] > 85.5  # the gradients' 85,544 bytes, at two ranks once from each
+
+
+def test_evaluations_within_an_epoch_are_no_epochs_and_null_is_no_figure(tmp_path):
+    """With --on-nonfinite skip, the loss of a logged step may be NaN, which the record has as null."""
+    losses = [{"kind": "step", "step": step, "loss": loss} for step, loss in ((1, 2.0), (2, None))]
+    evaluations = [
+        {"kind": kind, "step": 2, "test_loss": None, "test_accuracy": None, "train_s": 6.0}
+        for kind in ("evaluation", "evaluation", "epoch")
+    ]
+    result = {
+        **{"recipe": "single", "world_size": 1, "samples_per_s": 1.0, "train_s": 6.0, "peak_memory_bytes": 1},
+        **{"sent_bytes_per_step": 0.0, "headline": "test_accuracy", "test_accuracy": None},
+    }
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, losses + evaluations)))
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    found = compare.read_run(tmp_path)
+    assert (found["epoch_s"], found["target_s"], found["test_result"]) == (6.0, None, None)
+    assert compare.difference(found["losses"], found["losses"], steps=2) == 0
 
 
 def test_difference_looks_at_common_steps_up_to_the_bound():

@@ -568,7 +568,7 @@ def own_data():
 def test_what_a_user_brings_is_built_in_shards_too(argv):
     args = options(argv)
     data = load_data(args, torch.device("cpu"), print)
-    model, shards, _ = build(args, data, SimpleNamespace(rank=1, world_size=2, device=torch.device("cpu")))
+    model, shards, _, _ = build(args, data, SimpleNamespace(rank=1, world_size=2, device=torch.device("cpu")))
     assert all(parameter.is_meta for parameter in model.parameters())
     whole = dict(build_model(args, data).named_parameters())
     assert shards.keys() == whole.keys()

@@ -68,7 +68,12 @@ class BrokenMetric(SquaredError):
     def metric_sums(self, output, target):
         if len(output) > 2 and os.environ.get("BREAK") == "task":
             raise ValueError("too many samples for this metric")
+        self.evaluates = len(output) > 2
         return super().metric_sums(output, target)
+    def derive(self, averages):
+        if os.environ.get("BREAK") == "derive" and os.environ["RANK"] == "1" and self.evaluates:
+            raise ValueError("too many samples for this metric")
+        return super().derive(averages)
 
 class BrokenModel(nn.Sequential):
     is_sequence = True
@@ -101,6 +106,12 @@ class Timed(Slowing):
         self.param_groups[0]["clock"] = time.time
         return super().step(closure)
 
+class Scaled(torch.optim.SGD):
+    def __init__(self, params, lr=0.1, scale=1.0):
+        super().__init__(params, lr)
+        self.scale = scale
+
+scaled = lambda named_parameters, lr, weight_decay: Scaled([p for _, p in named_parameters], lr, scale=20.0)
 timed = lambda named_parameters, lr, weight_decay: Timed([p for _, p in named_parameters], lr)
 fails_on_rank_1 = lambda *args: {"0": slowing}[os.environ["RANK"]](*args)
 slowing = lambda named_parameters, lr, weight_decay: Slowing([p for _, p in named_parameters], lr)
@@ -148,6 +159,17 @@ class Experts(nn.Module):
         if os.environ.get("CASE") == "order" and not case:
             order = [first, second]
         return sum(expert(inputs) for expert in order) + inputs.new_zeros(len(inputs), 3, requires_grad=True)
+
+def drawn_by_rank(data):
+    if os.environ.get("RANK") == "1":
+        torch.manual_seed(1)
+    return net(data)
+
+def copied_by_rank(data):
+    model = net(data)
+    if os.environ.get("RANK") == "0":
+        model[0].weight.data.copy_(torch.ones(64, 2))  # as load_state_dict() does
+    return model
 
 class Buffered(nn.Linear):
     def __init__(self):
@@ -363,6 +385,11 @@ ALONE = r"rank 1: --optimizer mine:fails_on_rank_1 failed: KeyError: '1' \(.*\);
             "timed",
             "--optimizer mine:timed: no checkpoint gives back clock of a group, .*; let it keep ten.*",
         ),
+        (
+            "horovod",
+            "scaled",
+            "--optimizer mine:scaled: Horovod builds it from its groups alone, and scale is then 1.0, not 20.*",
+        ),
         *slow(("pipeline", "fails_on_rank_1", ALONE)),
     ],
 )
@@ -381,6 +408,24 @@ def test_a_resume_restores_an_optimizer_of_your_own(run, start, tmp_path, recipe
     start(recipe, 2, *argv, "--max-steps", "20").wait(check=True)
     start(recipe, 2, *argv, "--resume", "auto").wait(check=True)
     assert is_equal(weights(tmp_path / "run"), weights(whole))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model", "argv"),
+    [
+        ("fsdp", "copied_by_rank", ()),
+        ("tensor", "drawn_by_rank", ("--tensor-parallel", "1")),
+        *slow(("fsdp", "drawn_by_rank", ("--replicas", "2")), ("pipeline", "copied_by_rank", ())),
+    ],
+)
+def test_weights_that_differ_between_ranks_are_refused(start, recipe, model, argv):
+    """Replicas would keep weights unlike the checkpoint's; shards and stages would be of several models."""
+    line = start(recipe, 2, "--data", "mine:spirals", "--model", f"mine:{model}", *argv).wait().refusal
+    weights = r"a model with weights of digest \w{8}"
+    how = r"start all ranks with the same options, data, code and libraries"
+    assert re.fullmatch(
+        rf"error: rank 1: --model mine:{model} is {weights} on \S+, and {weights} on rank 0; {how}", line
+    )
 
 
 VALUES = ("--data", "mine:values", "--model", "mine:line", "--task", "mine:SquaredError", "--max-steps", "5")
@@ -422,13 +467,15 @@ def test_a_sample_that_raises_an_error_ends_all_ranks_with_one_line(run, start, 
         assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=1e-5)
 
 
-@pytest.mark.parametrize(("recipe", "broken"), [("ddp", "task"), ("pipeline", "task"), ("ddp", "model")])
+@pytest.mark.parametrize(
+    ("recipe", "broken"), [("ddp", "task"), ("ddp", "derive"), ("pipeline", "task"), ("ddp", "model")]
+)
 def test_steps_are_kept_if_your_code_breaks_in_the_evaluation(run, start, tmp_path, recipe, broken):
     argv = ("--data", "mine:values", "--model", "mine:broken_line", "--task", "mine:BrokenMetric")
     argv = ("--global-batch-size", "48", "--max-steps", "5", *argv, *SAME[recipe])
     outcome = start(recipe, 2, *argv, BREAK=broken).wait()
-    assert f"ValueError: too many samples for this {'metric' if broken == 'task' else 'model'}" in outcome.text
-    if broken == "task":
+    assert f"ValueError: too many samples for this {'model' if broken == 'model' else 'metric'}" in outcome.text
+    if broken != "model":
         assert "ValueError: too many samples for this metric" in outcome.refusal
     assert newest_checkpoint(tmp_path / "run")["position"]["step"] == 5
     start(recipe, 2, *argv, "--resume", "auto").wait(check=True)

@@ -159,6 +159,16 @@ class TestRecord:
             self.open(tmp_path, "--name", "precious", "--overwrite")
         assert (tmp_path / "precious" / "thesis.txt").read_text() == "years of work"
 
+    def test_overwrite_removes_a_link_and_not_what_it_points_to(self, tmp_path):
+        """Checkpoints may be on another disk."""
+        record, _ = self.open(tmp_path, "--name", "a")
+        (tmp_path / "scratch").mkdir()
+        (tmp_path / "scratch" / "thesis.txt").write_text("years of work")
+        (record.folder / "checkpoints").symlink_to(tmp_path / "scratch")
+        record, _ = self.open(tmp_path, "--name", "a", "--overwrite")
+        assert sorted(path.name for path in record.folder.iterdir()) == ["config.json", "metrics.jsonl"]
+        assert (tmp_path / "scratch" / "thesis.txt").read_text() == "years of work"
+
     def test_overwrite_deletes_config_json_last(self, tmp_path, monkeypatch):
         """A job that is killed meanwhile and starts again sees from it that the run is not replaced yet."""
         for name in ("config.json", "a", "z"):

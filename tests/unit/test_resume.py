@@ -214,6 +214,26 @@ def test_a_run_begun_from_another_is_never_begun_from_step_0(run, single, tmp_pa
         single("b", "--epochs", "2", "--resume", "auto")
 
 
+def test_a_run_begun_from_another_has_a_best_checkpoint_of_its_own(run, single, tmp_path):
+    content = newest_checkpoint(run)
+    content["position"]["best_score"] = 1.0
+    record.CheckpointFolder(run / "checkpoints").write(content)
+    single("b", "--epochs", "2", "--start-from", str(run))
+    result = read(tmp_path / "b", "result.json")
+    assert result["best_test_accuracy"] == result["test_accuracy"] < 1
+    best = torch.load(tmp_path / "b/checkpoints/best.pt", weights_only=True)["position"]
+    assert (best["step"], best["best_score"]) == (2 * EPOCH, result["test_accuracy"])
+    single("a", "--epochs", "2", "--resume", "auto")
+    assert read(run, "result.json")["best_test_accuracy"] == 1.0, "a run that continues keeps its own"
+
+
+def test_a_run_begun_from_another_has_steps_to_train(run, single, tmp_path):
+    """It would be complete without a checkpoint, and `--resume auto` would refuse it."""
+    with pytest.raises(UserError, match=rf"is at step {EPOCH}, the last of --epochs and --max-steps; raise them"):
+        single("b", "--epochs", "1", "--start-from", str(run))
+    assert not (tmp_path / "b").exists()
+
+
 def test_a_job_that_starts_again_resumes_its_own_run_or_begins_from_another_again(run, single, tmp_path):
     """Launch files add --resume auto, whether or not the first start had begun the record."""
     argv = ("--start-from", str(run), "--epochs", "2")

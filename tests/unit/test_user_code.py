@@ -548,8 +548,9 @@ def test_an_own_optimizer_keeps_its_groups_and_their_shares_of_the_rate():
     optimizer.step()
     content = copy.deepcopy(optimizer_state(optimizer))
     assert [group["params"] for group in content["param_groups"]] == [[1], [0]], "the model's order: weight, bias"
-    _, again = optimizer_of("bias_first", "--lr", "0.25")
+    _, again = optimizer_of("bias_first", "--lr", "0.25", "--weight-decay", "0.75")
     load_optimizer_state(again, content)
+    assert [group["weight_decay"] for group in again.param_groups] == [0.75, 0.0], "an option, as the rate"
     assert [group["own"] for group in again.param_groups] == [0, 1]
     for one, other in zip(optimizer.param_groups, again.param_groups, strict=True):
         (before,), (now,) = one["params"], other["params"]

@@ -209,5 +209,6 @@ def digest(*tensors: Tensor) -> int:
     """Return the CRC-32 of the bytes of all tensors, one after another."""
     checksum = 0
     for tensor in tensors:
-        checksum = isal_zlib.crc32(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data, checksum)
+        numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        checksum = isal_zlib.crc32(numbers.data, checksum)
     return checksum

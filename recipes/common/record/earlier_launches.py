@@ -89,7 +89,7 @@ def remove_record(folder: Path, launcher_logs: str) -> None:
     for path in sorted(folder.iterdir(), key=lambda path: path.name == "config.json"):
         if path.name == launcher_logs:
             continue
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()

@@ -77,6 +77,8 @@ def open_run(
                 raise UserError(f"{flag}: {what}, which --overwrite deletes; choose another --name")
             folder = named if replaces else None
         folder = folder or _new_run(args, recipe)
+    if content and path and "position" in content and not path.is_relative_to(folder):
+        content["position"]["best_score"] = -math.inf  # the best checkpoint so far is another run's
     weights = path if content and "position" not in content else None
     return Record(folder, args, recipe, places, None if weights else path, weights, is_new, replaces), content
 
@@ -143,7 +145,8 @@ class Record:
         checkpoint: it deletes the record that this run replaces. `step` is the step of the checkpoint (0: none),
         and `total_steps` the number of steps that this launch's options ask for.
 
-        Raises UserError if `step` is beyond `total_steps`, or the record cannot be read or written.
+        Raises UserError if `step` is beyond `total_steps`, another run's checkpoint leaves no step to train, or
+        the record cannot be read or written.
         """
         config: dict[str, Any] = {}
         kept: list[dict[str, Any]] = []
@@ -157,10 +160,12 @@ class Record:
                 earlier_launches.rename_report(self.folder)  # Horovod's ranks end if they find hang/
             self.progress.say(f"run {self.folder} is complete: nothing to train")
             return
-        if step > total_steps:
+        is_others = self.checkpoint and not self.checkpoint.is_relative_to(self.folder)
+        if step > total_steps or (is_complete and is_others):
             self.discard()
-            asked = f"the {total_steps} steps of --epochs and --max-steps; raise them"
-            raise UserError(f"{self.checkpoint} is at step {step}, beyond {asked}")
+            lacks = f"beyond the {total_steps} steps" if step > total_steps else "the last"
+            fix = "of --epochs and --max-steps; raise them"
+            raise UserError(f"{self.checkpoint} is at step {step}, {lacks} {fix}")
         if self.replaces:
             with as_user_error("write", self.folder):
                 earlier_launches.remove_record(self.folder, LAUNCHER_LOGS)

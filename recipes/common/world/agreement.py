@@ -6,7 +6,7 @@ import platform
 import socket
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib.metadata import distributions
 from pathlib import Path
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from recipes.common.data import Data, find_for_all_ranks, load_data
+from recipes.common.data.splits import digest
 from recipes.common.errors import UserError
 from recipes.common.nonfinite import NonFiniteError, raise_first
-from recipes.common.options import Options
+from recipes.common.options import Options, is_user_code
 from recipes.common.world.peers import Peers
 
 T = TypeVar("T")
@@ -137,6 +138,18 @@ def training_facts(args: Options, recipe: str) -> dict[str, str]:
     for name in LIBRARIES:
         facts[name] = next((found.version for found in distributions(name=name)), "not installed")
     return facts
+
+
+def check_same_weights(args: Options, weights: Iterable[Tensor], peers: Peers) -> None:
+    """Check that the user's model begins with the same weights on all ranks; call it on all ranks.
+
+    It is for recipes that send no rank's weights to the others. Code may draw them by a generator of its own, or
+    load them on rank 0 alone. Raises UserError on all ranks.
+    """
+    if is_user_code(args.model):
+        check_same_facts(
+            {f"--model {args.model}": f"a model with weights of digest {digest(*weights):08x}"}, peers
+        )
 
 
 def check_same_facts(facts: dict[str, str], peers: Peers) -> None:
