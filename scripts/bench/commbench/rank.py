@@ -58,7 +58,7 @@ def bounded(what: str, timeout_s: float) -> contextlib.AbstractContextManager[No
     """End this process if the block takes too long: MPI and Horovod would wait for a lost rank forever."""
 
     def give_up() -> None:
-        message = f"{what} took longer than {timeout_s:g} s (--timeout-s): a rank does not answer"
+        message = f"{what} took longer than {timeout_s:.0f} s (see --timeout-s): a rank does not answer"
         os.write(2, f"error: {message}\n".encode())
         os._exit(1)
 
