@@ -166,6 +166,7 @@ def test_a_pattern_names_what_it_finds():
         (["--global-batch", "32", "--", "1"], "GLOBAL_BATCH is given, and ARGS has no {local_batch}: put it"),
         (["--global-batch", "32", "--", "{local_batch}"], "GLOBAL_BATCH 32: 3 processes do not divide it; use 36"),
         (["--world-sizes", "1 two"], "WORLD_SIZES expects numbers from 1 to 64, such as '1 2 3', got '1 two'"),
+        (["--world-sizes", "1 ²"], "WORLD_SIZES expects numbers from 1 to 64, such as '1 2 3', got '1 ²'"),
         (["--world-sizes", "1"], "WORLD_SIZES has only 1; add another number of processes, such as '1 2'"),
         (["--resume", "yes"], "RESUME: invalid choice: 'yes' (choose from "),
         (["--stop-after", "0"], "STOP_AFTER expects a whole number of at least 1, got '0'"),
