@@ -51,6 +51,9 @@ from scripts.launch.stuck import LOOK_EVERY_S, StuckRanks
 STORE_LINGER_S = 2.0
 """How long node 0 keeps the store after a refusal, so that the other nodes can read it."""
 
+MEET_WITHIN_S = 600.0
+"""How long a script's ranks may take to meet in a process group before a warning says that they have not."""
+
 NOTICE_S = 0.5
 """How long a node whose ranks have failed waits for others to say that theirs have left: they look every 0.1 s."""
 
@@ -63,8 +66,10 @@ class Agent(LocalElasticAgent):
     """
 
     notes = Notes(None, 1)  # of all nodes: which ranks have left
+    store: TCPStore | None = None  # on node 0: the one in which ranks meet
+    own_keys = ""  # how the agents' keys in it begin
     _stuck = StuckRanks()
-    _looks_at = 0.0
+    _looks_at = _warns_at = 0.0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids = super()._start_workers(worker_group)
@@ -79,7 +84,20 @@ class Agent(LocalElasticAgent):
         if result.state == WorkerState.HEALTHY and time.monotonic() > self._looks_at:
             self._looks_at = time.monotonic() + LOOK_EVERY_S
             self._stuck.look({worker.id: worker.global_rank for worker in self._worker_group.workers})
+            self._warns_at = self._warns_at or time.monotonic() + MEET_WITHIN_S
+            if time.monotonic() > self._warns_at:
+                self._warn_if_alone()
         return result
+
+    def _warn_if_alone(self) -> None:
+        """Print a warning, once, if no ranks of a script have met: they may all train the same."""
+        store, self.store = self.store, None
+        ranks = self._worker_group.workers[0].world_size
+        if not store or ranks == 1 or not script.is_set() or STOPPED_BY or not hasattr(store, "list_keys"):
+            return
+        if all(key.startswith(self.own_keys) for key in store.list_keys()):
+            what = f"the {ranks} ranks have not met in a process group"
+            warn(f"{what}: each may train alone, on all data; docs/your-own.md")
 
     def ranks_that_left(self) -> dict[int, Failure]:
         """Return the ranks that have ended with status 0."""
@@ -91,6 +109,7 @@ class Agent(LocalElasticAgent):
         """Tell the other nodes that all ranks of this one have left, as theirs may fail because of it."""
         ranks = " ".join(map(str, self.ranks_that_left()))
         self.notes.put(f"left/{self._worker_group.group_rank}", ranks)
+        self._warn_if_alone()
         super()._exit_barrier()
 
     def ranks_that_left_elsewhere(self) -> dict[int, Failure]:
@@ -169,7 +188,7 @@ def listening_fd(address: str, port: int) -> int:
         raise UserError(f"cannot listen at {address}:{port}: {error.strerror}") from None
 
 
-def meet_nodes(node: Node, job: str) -> Store:
+def meet_nodes(node: Node, job: str) -> TCPStore:
     """Meet the other nodes in the store that node 0 serves; return the store.
 
     Each node stores its name under its node rank. torchrun, which uses the same store afterwards, would not notice
@@ -231,6 +250,7 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
         spec = worker_spec(node, recipe, options, handler, max_restarts=0, **place)
         agent = Agent(spec, DefaultLogsSpecs(logs))
         agent.notes = Notes(PrefixStore(f"{job}/agents", store), node.nnodes)
+        agent.store, agent.own_keys = (store if node.node_rank == 0 else None), f"{job}/"
         result = agent.run()
         left = agent.ranks_that_left() | agent.ranks_that_left_elsewhere() if result.is_failed() else {}
         del store  # on node 0 it is the server for all nodes

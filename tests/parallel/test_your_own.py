@@ -135,11 +135,31 @@ def test_a_port_of_the_scripts_own_is_warned_of_once_where_torchrun_starts_it(tm
     source = f"{SHOW}\nos.environ['MASTER_PORT'] = '12355'"
     result = Job(tmp_path, source, "ddp", 2, 1).wait()
     lines = [line for line in result.stderr.splitlines() if "warning" in line]
-    assert lines == [
+    assert lines[0] == (
         "warning: train.py sets MASTER_PORT in line 9: ranks that torchrun starts may wait there, where none of "
         "them listens; use os.environ.setdefault(), or RECIPE=spawn if it starts ranks itself"
-    ]
+    )
+    assert len(lines) == 2  # and that the ranks have not met
     assert "warning" not in Job(tmp_path, source, "spawn").wait().stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "nodes", "nproc", "is_alone"),
+    [
+        (SHOW, 2, 1, True),
+        (SHOW, 1, 1, False),
+        *slow(
+            ("import torch.distributed as d\nd.init_process_group('gloo')\nd.destroy_process_group()", 1, 2, False)
+        ),
+    ],
+)
+def test_ranks_that_have_not_met_are_warned_of(tmp_path, source, nodes, nproc, is_alone):
+    """As by Lightning's defaults, or in a script for one GPU: each rank trains on all data."""
+    result = Job(tmp_path, source, "ddp", nodes, nproc).wait()
+    line = (
+        "warning: the 2 ranks have not met in a process group: each may train alone, on all data; docs/your-own.md"
+    )
+    assert (result.status, line in result.stderr.splitlines()) == (0, is_alone)
 
 
 def test_spawn_starts_one_process_a_node_which_is_told_the_nodes(tmp_path):

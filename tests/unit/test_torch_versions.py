@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
@@ -113,3 +114,23 @@ def test_a_machine_that_cannot_compile_for_a_gpu_is_refused(tmp_path, monkeypatc
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=f"^--compile: .*{fault}"):
         compiled_code.check_compiler(torch.device("cuda", 0))
+
+
+def test_ranks_that_have_not_met_after_a_while_are_warned_of_once(monkeypatch, capsys):
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda self, group: RunResult(WorkerState.HEALTHY))
+    monkeypatch.setattr(torch_agent, "LOOK_EVERY_S", -1)
+    monkeypatch.setenv("SCRIPT", "train.py")
+    agent, keys = torch_agent.Agent.__new__(torch_agent.Agent), ["none/nodes/0", "default_pg/0//cpu//0/0"]
+    agent._worker_group = SimpleNamespace(workers=[SimpleNamespace(id=0, global_rank=0, world_size=2)])
+    agent.own_keys, agent.store = "none/", SimpleNamespace(list_keys=lambda: keys)
+    agent._monitor_workers(agent._worker_group)
+    assert agent.store, "too early to look"
+    monkeypatch.setattr(torch_agent, "MEET_WITHIN_S", -1)
+    for agent._warns_at in (0, 0):
+        agent._monitor_workers(agent._worker_group)
+    assert not capsys.readouterr().err
+    del keys[1]
+    agent.store = SimpleNamespace(list_keys=lambda: keys)
+    for _ in range(2):
+        agent._monitor_workers(agent._worker_group)
+    assert capsys.readouterr().err.count("warning: the 2 ranks have not met in a process group") == 1
