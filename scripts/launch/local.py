@@ -303,8 +303,12 @@ class LocalJob:
             if any(self.has_failed(node) for node in self.nodes):
                 print(f"error: still running {STOP_GRACE_S:.0f} s after the signal; killed", file=sys.stderr)
                 return 1
+            name = signal.Signals(max(self.stop_signals)).name if self.stop_signals else ""
             if all(node.returncode < 0 for node in self.nodes):  # they had no handlers yet, and printed nothing
-                print(f"stopped by {signal.Signals(max(self.stop_signals)).name}", flush=True)
+                print(f"stopped by {name}", flush=True)
+            elif name and script.is_set():  # a recipe's ranks have said so
+                how = f"NAME={Path(os.environ['RUN_DIR']).name} RESUME=auto"
+                print(f"got {name}; to resume: the same command with {how}", flush=True)
             return 0
         for spoken in (PortTakenError.status, USAGE_STATUS, HANG_STATUS):
             if spoken in statuses.values():

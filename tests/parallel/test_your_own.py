@@ -208,6 +208,7 @@ def test_one_that_handles_them_gets_each_once_and_writes_its_checkpoint(tmp_path
     job = Job(tmp_path, AWARE)
     result = job.stop(signal.SIGTERM)
     assert (result.status, result.stderr) == (0, "")
+    assert result.stdout.endswith("got SIGTERM; to resume: the same command with NAME=mine RESUME=auto\n")
     assert (job.run / "saved").read_text() == "SIGTERM begin\nend\n"
 
 
