@@ -30,6 +30,7 @@ from recipes.common.errors import UserError
 from recipes.common.options import choice, non_negative_int, one_of, option, parse, positive_int, seconds
 from recipes.common.process.entry import run_main
 from recipes.common.process.node import read_master
+from recipes.common.process.parent import end_with_parent
 from recipes.common.process.ranks import Ranks, read_ranks
 from recipes.common.process.signals import Stop
 from recipes.common.watch.timeouts import set_horovod_timeout
@@ -184,8 +185,9 @@ def report(world: World) -> None:
         show(rows, total)
 
 
-def be_spawned(local_rank: int, args: ProbeOptions) -> None:
+def be_spawned(local_rank: int, args: ProbeOptions, starter: int) -> None:
     """Run one of the node's ranks, whose rank follows from node and local rank; exit with its status."""
+    end_with_parent(starter)
     rank = args.node_rank * args.nproc_per_node + local_rank
     ranks = Ranks(rank, local_rank, args.nnodes * args.nproc_per_node, args.nproc_per_node)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))  # only rank 0 prints an error
@@ -202,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         addr, port = read_master(args.nnodes)
         os.environ.update(MASTER_ADDR=addr, MASTER_PORT=str(port))
         try:
-            mp.spawn(be_spawned, (args,), nprocs=args.nproc_per_node)
+            mp.spawn(be_spawned, (args, os.getpid()), nprocs=args.nproc_per_node)
         except mp.ProcessExitedException as error:
             if error.signal_name:
                 raise

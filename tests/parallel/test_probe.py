@@ -4,6 +4,8 @@ import functools
 import json
 import os
 import re
+import signal
+import socket
 import sys
 import types
 
@@ -13,7 +15,7 @@ from recipes.common.errors import UserError
 from recipes.probe.train import HorovodWorld, check, show
 from scripts.launch.local import free_port
 from tests.conftest import need_horovod, need_horovod_with_mpi, need_mpi
-from tests.support import MPI_ENV, ROOT, Ranks, run_command
+from tests.support import MPI_ENV, ROOT, TIMEOUT_S, Command, Ranks, run_command
 
 
 def torchrun(nodes, nproc_per_node):
@@ -94,6 +96,19 @@ def test_spawned_ranks_refuse_in_one_line():
     assert result.status == 2, result.stderr
     [line] = result.stderr.splitlines()
     assert line.startswith("error: --device cuda: 2 processes on ")
+
+
+def test_spawned_ranks_end_with_the_process_that_started_them():
+    """The others may never come."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(TIMEOUT_S)
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1]), **QUIET}
+        words = ("--join", "spawn", "--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "2")
+        node = Command(sys.executable, "-m", "recipes.probe.train", *words, **env)
+        waiting = [listener.accept() for _ in range(2)]
+        node.process.kill()
+        assert node.wait(gone_within_s=20).status == -signal.SIGKILL
+        del waiting
 
 
 def be_horovod():
