@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -504,6 +505,7 @@ class TestMeetNodes:
         assert said[0].startswith("node 0 waited 5 s for node 1, 3 of 4 at 127.0.0.1:")
         assert said[1] == "node 0 has gone" or said[1].startswith("node 2 waited 5 s for node 1, 3 of 4 ")
 
+    @pytest.mark.usefixtures("capfd")  # torch prints twenty lines once the connection ends
     def test_another_program_at_the_port_is_no_store(self, monkeypatch):
         """Torch sets no limit to the wait for its answer."""
         from scripts.launch import torch_agent
@@ -514,6 +516,9 @@ class TestMeetNodes:
             said = rf"^127\.0\.0\.1:{port} has not answered as a node's store does within 1\.5 s; does "
             with pytest.raises(MissingNodeError, match=said):
                 torch_agent.meet_nodes(Node(2, 1, 1, "127.0.0.1", port, 1), "job")
+        for thread in threading.enumerate():
+            if thread.name == "watch: bounded":
+                thread.join(20)
 
     def test_a_node_that_waits_asks_for_a_few_keys(self, monkeypatch):
         """If each node looked for all others again and again, 1,000 nodes would overload the store of node 0."""
