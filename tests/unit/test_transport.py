@@ -113,7 +113,7 @@ def job(monkeypatch):
 
     monkeypatch.setattr(loop, "open_run", open_run)
     transport.log_nccl()
-    args = SimpleNamespace(resume="none", weights=None)
+    args = SimpleNamespace(resume="none", start_from=None, weights=None)
     return SimpleNamespace(args=args, recipe="ddp", device=torch.device("cpu"), peers=TwoHosts("cpu"))
 
 
