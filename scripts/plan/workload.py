@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -246,6 +247,9 @@ def measure_compute(args: Options, kind: Kind, local_batch_size: int, device: to
         do_step, end = timed_step(args, kind, samples, device), time.perf_counter() + 10
         while len(times) < 5 or (len(times) < 20 and time.perf_counter() < end):
             times.append(call_user_code(f"--measure of {samples} samples", do_step))
+            if len(times) == 1 and sum(times[0]) > 2:  # the others may take minutes
+                text = f"measuring: a step of {samples} samples takes {sum(times[0]):.1f} s; four more follow"
+                print(text, file=sys.stderr, flush=True)
         return Compute(*(median(values[2:]) for values in zip(*times, strict=True)))  # the first two warm up
 
     # Half as many samples show which part of the time does not depend on their number.

@@ -18,6 +18,7 @@ from recipes.tensor.train import options as tensor_options
 from scripts.launch.command import ROOT, table
 from scripts.plan import __main__ as command
 from scripts.plan import published
+from scripts.plan import workload as workload_module
 from scripts.plan.cost_model import (
     Cluster,
     Compute,
@@ -641,6 +642,14 @@ def test_compute_is_measured_on_request():
     made = command.make_plan(words)[0]
     assert made["compute"]["source"].startswith("measured here: CPU")
     assert made["rows"][0]["step_s"] > 0
+
+
+def test_a_measurement_that_takes_minutes_says_so(monkeypatch, capsys):
+    args, kind, _ = looked_at("--data", "digits")
+    for seconds, said in ((0.5, ""), (2.0, "measuring: a step of 2 samples takes 6.0 s; four more follow\n")):
+        monkeypatch.setattr(workload_module, "timed_step", lambda *_, seconds=seconds: lambda: [seconds] * 3)
+        assert workload_module.measure_compute(args, kind, 2, torch.device("cpu")).total_s == 3 * seconds
+        assert capsys.readouterr().err == said
 
 
 def test_what_is_measured_is_what_the_recipe_runs(monkeypatch):
