@@ -244,7 +244,8 @@ def test_a_job_that_starts_again_resumes_its_own_run_or_begins_from_another_agai
     with pytest.raises(UserError, match="b exists; add --resume auto"):
         single("b", *argv)
     shutil.rmtree(run)  # it is needed no more
-    lines = single("b", *argv, "--resume", "auto")
+    lines = single("b", "--epochs", "2", "--resume", "auto")
+    assert not any("--start-from" in line for line in lines), "it has no effect on a run that has a checkpoint"
     assert f"resumed from {tmp_path}/b/checkpoints/step-000000025.pt at step 25" in lines
 
 

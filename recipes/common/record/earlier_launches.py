@@ -13,7 +13,7 @@ from typing import Any
 from recipes.common.errors import UserError
 from recipes.common.folders import names_in
 
-NOT_COMPARED = ("config", "name", "overwrite", "resume", "runs_dir", "weights")
+NOT_COMPARED = ("config", "name", "overwrite", "resume", "runs_dir", "start_from", "weights")
 """Options that may change between the launches of a run: changed_options() does not report them."""
 
 
