@@ -373,9 +373,15 @@ class Handler(DynamicRendezvousHandler):
 
 
 def connect(endpoint: str) -> TCPStore:
-    """Return a new connection to the store: waiting for a key blocks the connection that is used."""
+    """Return a new connection to the store: waiting for a key blocks the connection that is used.
+
+    Raises MissingStoreError if it does not answer.
+    """
     host, _, port = endpoint.rpartition(":")
-    return torch_agent.open_store(host, int(port), STORE_TIMEOUT_S, is_master=False, wait_for_workers=False)
+    try:
+        return torch_agent.open_store(host, int(port), STORE_TIMEOUT_S, is_master=False, wait_for_workers=False)
+    except MissingNodeError as error:
+        raise MissingStoreError(str(error)) from None
 
 
 def create_handler(endpoint: str, job: str, min_nodes: int, node: Node, address: str) -> Handler:

@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from recipes.common.errors import UserError
 from recipes.common.process.node import Failure, Node
-from recipes.common.process.rendezvous_errors import PortTakenError
+from recipes.common.process.rendezvous_errors import MissingStoreError, PortTakenError
 from recipes.common.watch.timeouts import HANG_STATUS
 from scripts.launch import elastic, local, rank_processes, rejoin, stuck, torch_agent
 from scripts.launch.command import NOT_ELASTIC
@@ -775,6 +775,17 @@ def test_a_stop_before_the_agent_returns_has_no_checkpoint(monkeypatch, tmp_path
         "error: stopped by SIGTERM while no ranks ran: this node's ranks had ended without a checkpoint; "
         "to resume: the same command with --resume auto"
     )
+
+
+def test_a_program_that_is_no_store_has_not_answered_as_a_store(monkeypatch):
+    """A node that had returned then counts as lost, and the others continue."""
+    monkeypatch.setattr(elastic, "STORE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(torch_agent, "ANSWER_S", 0.0)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        pytest.raises(MissingStoreError, match="has not answered"),
+    ):
+        elastic.connect(f"127.0.0.1:{listener.getsockname()[1]}")
 
 
 def test_later_rounds_go_on_with_the_run(tmp_path):
