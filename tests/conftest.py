@@ -7,6 +7,8 @@ import itertools
 import os
 import shutil
 import signal
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -148,6 +150,16 @@ def nothing_is_inherited():
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def silent_port(capfd):
+    """A port at which a program listens that never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+    for thread in threading.enumerate():  # torch prints twenty lines once the connection ends: capfd takes them
+        if thread.name == "watch: bounded":
+            thread.join(20)
 
 
 @pytest.fixture(scope="session")

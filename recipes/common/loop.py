@@ -143,8 +143,8 @@ def begin_run(
 
         return share_checks(open_record, peers, job.args.timeout_s, job.disk_s)
 
-    reads = job.args.resume == "auto" or job.args.start_from or job.args.weights
-    job.record, content = run_on_all_ranks(read_record if reads else open_record, peers)
+    read_or_open = read_record if job.args.may_start_from_file else open_record
+    job.record, content = run_on_all_ranks(read_or_open, peers)
     with peers.watch("checkpoint"):
         own = (job.record.folder, content is not None) if job.record else (job.folder, False)
         job.folder, resumes = peers.broadcast_object(own)

@@ -333,6 +333,11 @@ class DataOptions(RunOptions):
     )
     evaluate: bool = switch("evaluate --weights on the test set, and end without training")
 
+    @property
+    def may_start_from_file(self) -> bool:
+        """Whether the run may start from a checkpoint or from given weights."""
+        return self.resume == "auto" or bool(self.start_from or self.weights)
+
     def check_start(self) -> None:
         """Raise UserError unless the options name one thing, or nothing, that the run starts from."""
         if self.weights and self.start_from:

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import types
 from pathlib import Path
@@ -505,20 +504,14 @@ class TestMeetNodes:
         assert said[0].startswith("node 0 waited 5 s for node 1, 3 of 4 at 127.0.0.1:")
         assert said[1] == "node 0 has gone" or said[1].startswith("node 2 waited 5 s for node 1, 3 of 4 ")
 
-    @pytest.mark.usefixtures("capfd")  # torch prints twenty lines once the connection ends
-    def test_another_program_at_the_port_is_no_store(self, monkeypatch):
+    def test_another_program_at_the_port_is_no_store(self, monkeypatch, silent_port):
         """Torch sets no limit to the wait for its answer."""
         from scripts.launch import torch_agent
 
         monkeypatch.setattr(torch_agent, "ANSWER_S", 0.5)
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-            said = rf"^127\.0\.0\.1:{port} has not answered as a node's store does within 1\.5 s; does "
-            with pytest.raises(MissingNodeError, match=said):
-                torch_agent.meet_nodes(Node(2, 1, 1, "127.0.0.1", port, 1), "job")
-        for thread in threading.enumerate():
-            if thread.name == "watch: bounded":
-                thread.join(20)
+        said = rf"^127\.0\.0\.1:{silent_port} has not answered as a node's store does within 1\.5 s; does "
+        with pytest.raises(MissingNodeError, match=said):
+            torch_agent.meet_nodes(Node(2, 1, 1, "127.0.0.1", silent_port, 1), "job")
 
     def test_a_node_that_waits_asks_for_a_few_keys(self, monkeypatch):
         """If each node looked for all others again and again, 1,000 nodes would overload the store of node 0."""

@@ -113,7 +113,7 @@ def job(monkeypatch):
 
     monkeypatch.setattr(loop, "open_run", open_run)
     transport.log_nccl()
-    args = SimpleNamespace(resume="none", start_from=None, weights=None)
+    args = SimpleNamespace(may_start_from_file=False)
     return SimpleNamespace(args=args, recipe="ddp", device=torch.device("cpu"), peers=TwoHosts("cpu"))
 
 

@@ -62,7 +62,7 @@ def open_run(
     folder: Path | None = None
     path: Path | None = None
     content: dict[str, Any] | None = None
-    if args.resume == "auto" or args.start_from or args.weights:
+    if args.may_start_from_file:
         from recipes.common.record.resume import find_checkpoint
 
         with as_user_error("read", args.runs_dir):
@@ -77,10 +77,11 @@ def open_run(
                 raise UserError(f"{flag}: {what}, which --overwrite deletes; choose another --name")
             folder = named if replaces else None
         folder = folder or _new_run(args, recipe)
-    if content and path and "position" in content and not path.is_relative_to(folder):
-        content["position"]["best_score"] = -math.inf  # the best checkpoint so far is another run's
     weights = path if content and "position" not in content else None
-    return Record(folder, args, recipe, places, None if weights else path, weights, is_new, replaces), content
+    record = Record(folder, args, recipe, places, None if weights else path, weights, is_new, replaces)
+    if content and record.starts_elsewhere:
+        content["position"]["best_score"] = -math.inf  # the best checkpoint so far is another run's
+    return record, content
 
 
 def _new_run(args: Options, recipe: str) -> Path:
@@ -138,6 +139,11 @@ class Record:
         self._earlier_result: dict[str, Any] | None = None
         """The result of a run that was complete before this launch; it stays unchanged."""
 
+    @property
+    def starts_elsewhere(self) -> bool:
+        """Whether this launch begins from another run's checkpoint."""
+        return self.checkpoint is not None and not self.checkpoint.is_relative_to(self.folder)
+
     def begin(self, step: int, total_steps: int, is_complete: bool) -> None:
         """Add this launch to config.json, and drop the metrics of steps that will be repeated.
 
@@ -160,8 +166,7 @@ class Record:
                 earlier_launches.rename_report(self.folder)  # Horovod's ranks end if they find hang/
             self.progress.say(f"run {self.folder} is complete: nothing to train")
             return
-        is_others = self.checkpoint and not self.checkpoint.is_relative_to(self.folder)
-        if step > total_steps or (is_complete and is_others):
+        if step > total_steps or (is_complete and self.starts_elsewhere):
             self.discard()
             lacks = f"beyond the {total_steps} steps" if step > total_steps else "the last"
             fix = "of --epochs and --max-steps; raise them"
