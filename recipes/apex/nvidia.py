@@ -51,7 +51,7 @@ class ApexAmp:
         if args.sync_batchnorm:
             # Apex: batch-norm layers exchange mean and variance, 2C floats per layer and pass.
             model = parallel.convert_syncbn_model(model)
-        optimizer = build_optimizer(args, model)
+        optimizer = build_optimizer(args, model, world)
         # Apex: initialize() needs a model on its GPU and an optimizer with parameters, and comes before DDP. O1
         # patches torch's functions for the whole process; O2 and O3 cast the model and patch its forward.
         self.model, self.optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)

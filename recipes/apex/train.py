@@ -78,7 +78,7 @@ class TorchAmp:
             # AMP: like apex's patched forward: images are cast to half, the output back to fp32.
             self.working.register_forward_pre_hook(lambda module, inputs: (to_half(inputs[0], self.half),))
             self.working.register_forward_hook(lambda module, inputs, logits: logits.float())
-        self.optimizer = build_optimizer(args, model)
+        self.optimizer = build_optimizer(args, model, world)
         # AMP: fp16 has no numbers below 6e-8, where many gradients lie, so the loss is scaled up before backward.
         # bfloat16 has fp32's exponent range and needs no scale; O0 and O3 have none in apex either.
         is_scaled = self.half is torch.float16 and self.level in ("O1", "O2")

@@ -22,8 +22,8 @@ from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models.models import build_model
 from recipes.common.models.rank_dependence import warnings_after_passes, warnings_before_training
-from recipes.common.optim import Clip, autocast, build_optimizer, learning_rate, optimizer_step, set_learning_rate
-from recipes.common.options import Options, check_batch, is_user_code
+from recipes.common.optim import Clip, autocast, learning_rate, optimizer_step, set_learning_rate
+from recipes.common.options import Options, check_batch
 from recipes.common.process.signals import FAIL, GO, STOP, Stop, vote_interval
 from recipes.common.record.record import Record, open_run
 from recipes.common.seeding import choose_kernels, seed_step
@@ -96,8 +96,7 @@ def load_data_and_model(
 ) -> tuple[Data, nn.Module]:
     """Return load_checked_data() and the model on this rank's device, with the same weights on all ranks.
 
-    Call it on all ranks. Raises UserError as load_checked_data(), build_model(), check_parts() of batch norm, and
-    build_user_optimizer().
+    Call it on all ranks. Raises UserError as load_checked_data(), build_model() and check_parts() of batch norm.
     """
     data = load_checked_data(args, recipe, peers, stop, replicas)
     # Every rank draws the same weights from --seed.
@@ -112,8 +111,6 @@ def load_data_and_model(
         from recipes.common.models.batchnorm import check_parts
 
         run_on_all_ranks(lambda: check_parts(model, args, parts, data), peers)
-    if is_user_code(args.optimizer):  # built once more by the recipe, where a rank that fails would be alone
-        run_on_all_ranks(lambda: build_optimizer(args, model), peers)
     return data, model
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from recipes.common.options import Options, is_user_code
+from recipes.common.world.agreement import run_on_all_ranks
+from recipes.common.world.peers import Peers
 
 AMP_DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -46,15 +48,15 @@ def parameter_groups(args: Options, parameters: Iterable[nn.Parameter]) -> list[
     ]
 
 
-def build_optimizer(args: Options, model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(args: Options, model: nn.Module, peers: Peers) -> torch.optim.Optimizer:
     """Return SGD with momentum, AdamW, or the user's own optimizer over the model's parameters.
 
-    Raises UserError as build_user_optimizer().
+    Call it on all ranks. Raises UserError on all ranks as build_user_optimizer() on one.
     """
     if is_user_code(args.optimizer):
         from recipes.common.user_code import build_user_optimizer
 
-        return build_user_optimizer(args, model)
+        return run_on_all_ranks(lambda: build_user_optimizer(args, model), peers)
     make, settings = optimizer_class(args)
     parameters = list(model.parameters())
     can_fuse = all(p.is_floating_point() and not hasattr(p, "device_mesh") for p in parameters)

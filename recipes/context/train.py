@@ -113,7 +113,7 @@ def train(args: ContextOptions, world: World, stop: Stop) -> None:
     dp, cp = mesh["dp"], mesh["cp"]
     with world.watch("model", computes=True):
         ddp = wrap(model, args, world, data, cp)
-    optimizer = build_optimizer(args, model)
+    optimizer = build_optimizer(args, model, world)
     scaler = build_scaler(args, world.device)
     job = Job(args, "context", data, world, model, optimizer, scaler, stop, replicas=replicas)
 

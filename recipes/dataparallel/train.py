@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # DataParallel: batch norm sees each device's share of a pass.
     check_parts(model, args, len(devices) * args.accumulate_steps, data, smallest_share(args, len(devices)))
     parallel = wrap(model, args, devices)
-    optimizer, scaler = build_optimizer(args, model), build_scaler(args, alone.device)
+    optimizer, scaler = build_optimizer(args, model, alone), build_scaler(args, alone.device)
     # DataParallel: the job and its checkpoints hold the plain model, so any recipe can resume from them.
     job = Job(args, "dataparallel", data, alone, model, optimizer, scaler, stop, devices)
     job.eval_batch_size *= len(devices)  # a pass is spread over them

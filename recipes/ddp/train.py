@@ -109,7 +109,7 @@ def prepare(args: DDPOptions, recipe: str, world: World, stop: Stop) -> tuple[Jo
         optimizer = shard_optimizer(args, model.parameters())
         gather = partial(consolidate, optimizer, world)
     else:
-        optimizer = build_optimizer(args, model)
+        optimizer = build_optimizer(args, model, world)
     job = Job(args, recipe, data, world, model, optimizer, build_scaler(args, world.device), stop)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:

@@ -320,7 +320,7 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
         needs_check = is_user_code(args.model) and not args.compile
         needs_check = needs_check and any(world.gather_objects(not why_whole))
     # FSDP: the optimizer sees shards only, so its state is sharded too.
-    optimizer = build_optimizer(args, model)
+    optimizer = build_optimizer(args, model, world)
     job = Job(args, "fsdp", data, world, model, optimizer, build_scaler(args, world.device), stop)
 
     same_blocks, check_gradients = SameBlocks(model, args, world), SameGradients(trained(model), job)

@@ -122,7 +122,7 @@ def leave_world(world: World) -> None:
     hvd.shutdown()
 
 
-def wrap(model: nn.Module, args: HorovodOptions) -> Any:
+def wrap(model: nn.Module, args: HorovodOptions, world: World) -> Any:
     """Return an optimizer that averages the model's gradients over all ranks before it steps."""
     if args.sync_batchnorm:
         raise UserError("--sync-batchnorm: torch's does not use Horovod; use --batchnorm-group, or RECIPE=ddp")
@@ -137,7 +137,7 @@ def wrap(model: nn.Module, args: HorovodOptions) -> Any:
         raise UserError(f"{what}; {fix}, or RECIPE=ddp") from None
     if args.compile:
         model.compile(mode=args.compile_mode)
-    optimizer = build_optimizer(args, model)
+    optimizer = build_optimizer(args, model, world)
     if is_user_code(args.optimizer):
         check_copy(optimizer, args)
     # Horovod: a hook on each parameter submits its gradient as soon as backward has computed it. Gradients that
@@ -171,7 +171,7 @@ def train(args: HorovodOptions, world: World, stop: Stop) -> None:
     """Train with the given options; call it on all ranks."""
     data, model = load_data_and_model(args, "horovod", world, stop)
     with world.watch("model", computes=True):
-        optimizer = wrap(model, args)
+        optimizer = wrap(model, args, world)
     job = Job(args, "horovod", data, world, model, optimizer, build_scaler(args, world.device), stop)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:

@@ -172,7 +172,7 @@ def train(args: PipelineOptions, world: World, stop: Stop) -> None:
     for module in pipeline.modules:
         group_batch_norm(module, args, args.global_batch_size // grid.replicas)
     # Pipeline: the optimizer holds all parameters, but steps only those with a gradient here: the stage's own.
-    optimizer = run_on_all_ranks(lambda: build_optimizer(args, model), world)
+    optimizer = build_optimizer(args, model, world)
     scaler = build_scaler(args, world.device)
     _, eval_batch_size = batch_sizes(args, data, grid)
     settings = args, "pipeline", data, world, model, optimizer, scaler, stop

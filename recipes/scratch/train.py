@@ -191,7 +191,7 @@ def train(args: ScratchOptions, world: World, stop: Stop) -> None:
     data, model = load_data_and_model(args, "scratch", world, stop)
     with world.watch("model", computes=True):
         model = wrap(model, args, world)
-    optimizer, traffic = build_optimizer(args, model), Traffic()
+    optimizer, traffic = build_optimizer(args, model, world), Traffic()
     job = Job(args, "scratch", data, world, model, optimizer, build_scaler(args, world.device), stop)
     step = partial(train_batch, job, args, world, traffic)
     # Scratch: rank 0 reads the checkpoint and broadcasts it. All ranks hold the same weights: rank 0 writes them.

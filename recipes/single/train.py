@@ -30,11 +30,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = options(argv)
     stop = Stop()
     device = choose_devices(args.device)[0]
-    data, model = load_data_and_model(args, "single", Peers(device), stop)
+    alone = Peers(device)
+    data, model = load_data_and_model(args, "single", alone, stop)
     if args.compile:
         model.compile(mode=args.compile_mode)
-    optimizer, scaler = build_optimizer(args, model), build_scaler(args, device)
-    job = Job(args, "single", data, Peers(device), model, optimizer, scaler, stop)
+    optimizer, scaler = build_optimizer(args, model, alone), build_scaler(args, device)
+    job = Job(args, "single", data, alone, model, optimizer, scaler, stop)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
         """Accumulate the gradients of one pass; return its loss."""

@@ -190,7 +190,7 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
     # Tensor: with --fully-shard, FSDP sums the gradients.
     everyone = cast(dist.ProcessGroup, dist.group.WORLD)
     gradients = None if args.fully_shard else GradientSum(model, dp.get_group(), everyone)
-    optimizer = build_optimizer(args, model)
+    optimizer = build_optimizer(args, model, world)
     scaler = build_scaler(args, world.device)
     job = Job(args, "tensor", data, world, model, optimizer, scaler, stop, replicas=replicas)
 

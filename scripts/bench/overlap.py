@@ -81,7 +81,7 @@ class Trainer:
         copies = [torch.nn.Parameter(parameter.detach().clone()) for parameter in self.ddp.parameters()]
         for copy in copies:
             copy.grad = torch.zeros_like(copy)
-        self.optimizer = build_optimizer(args, torch.nn.ParameterList(copies))
+        self.optimizer = build_optimizer(args, torch.nn.ParameterList(copies), world)
         self.exchange_work_s: list[float] = []
 
     def run(self) -> None:

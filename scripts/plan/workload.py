@@ -28,6 +28,7 @@ from recipes.common.options import TEXTS, Options, is_user_code
 from recipes.common.seeding import choose_kernels
 from recipes.common.task import Classification
 from recipes.common.user_code import call_user_code
+from recipes.common.world.peers import Peers
 from recipes.tensor.plans import parallelize
 from scripts.plan.cost_model import BLOCK_BYTES, Compute, Gradient, Method
 
@@ -206,7 +207,7 @@ def count_pass(model: nn.Module, data: Data) -> Workload:
 def timed_step(args: Options, kind: Kind, samples: int, device: torch.device) -> Callable[[], list[float]]:
     """Return a function that does a step on random numbers, and returns the seconds of each of its three parts."""
     model = make_model(args, kind.data).to(device).train()
-    optimizer = build_optimizer(args, model)
+    optimizer = build_optimizer(args, model, Peers(device))
     spec, targets = kind.data.input, kind.data.target.zeros(samples, device)
     inputs = torch.rand((samples, *spec.shape), device=device).to(spec.dtype)  # tokens: all 0
     if args.channels_last and inputs.ndim == 4:

@@ -10,9 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from recipes.common.optim import build_optimizer, build_scaler, learning_rate, optimizer_state, optimizer_step
 from recipes.common.restore import load_optimizer_state
 from recipes.common.seeding import choose_kernels
+from recipes.common.world.peers import Peers
 from recipes.single import train as single
 
 CPU = torch.device("cpu")
+ALONE = Peers(CPU)
 
 
 def parameters_on(*devices):
@@ -24,13 +26,14 @@ def test_parameters_on_gpus_are_updated_by_a_fused_kernel(name):
     args = single.options(["--optimizer", name])
     with FakeTensorMode():
         fused = [
-            build_optimizer(args, parameters_on("cuda:0", "cuda:1")),
-            build_optimizer(args, parameters_on("cuda:0", "cpu")),  # parameters of a pipeline's other stages
+            build_optimizer(args, parameters_on("cuda:0", "cuda:1"), ALONE),
+            # The CPU has the parameters of a pipeline's other stages.
+            build_optimizer(args, parameters_on("cuda:0", "cpu"), ALONE),
         ]
         shards = parameters_on("cuda:0")
         shards[0].device_mesh = "a mesh"
         waves = nn.ParameterList([torch.ones(3, dtype=torch.complex64, device="cuda:0")])  # no kernel takes these
-        others = [build_optimizer(args, parameters) for parameters in (parameters_on("cpu"), shards, waves)]
+        others = [build_optimizer(args, parameters, ALONE) for parameters in (parameters_on("cpu"), shards, waves)]
     assert all(one._step_supports_amp_scaling for one in fused)
     assert [one.param_groups[0]["fused"] for one in fused] == [True, True]
     assert [one.param_groups[0]["fused"] for one in others] == [None] * 3
@@ -54,7 +57,7 @@ def run_steps(argv, gradients):
     """Take a step with each gradient, multiplied by the loss scale; return the weights after each step."""
     args = single.options(["--lr", "0.5", *argv])
     [parameter] = parameters = nn.ParameterList([torch.ones(3)])
-    optimizer, scaler = build_optimizer(args, parameters), build_scaler(args, CPU)
+    optimizer, scaler = build_optimizer(args, parameters, ALONE), build_scaler(args, CPU)
     seen = []
     for gradient in gradients:
         parameter.grad = scaler.scale(torch.full((3,), gradient))
@@ -94,11 +97,11 @@ def test_a_state_that_was_written_in_another_memory_format_is_loaded_in_that_of_
     """Horovod's weights are contiguous, ddp's are channels last, and one kernel cannot take both."""
     args = single.options([])
     shape = (4, 3, 2, 2)
-    written = build_optimizer(args, nn.ParameterList([torch.ones(shape)]))
+    written = build_optimizer(args, nn.ParameterList([torch.ones(shape)]), ALONE)
     written.param_groups[0]["params"][0].grad = torch.randn(shape)
     written.step()
     weight = nn.Parameter(torch.ones(shape).contiguous(memory_format=torch.channels_last))
-    optimizer = build_optimizer(args, nn.ParameterList([weight]))
+    optimizer = build_optimizer(args, nn.ParameterList([weight]), ALONE)
     load_optimizer_state(optimizer, written.state_dict())
     [momentum] = [values["momentum_buffer"] for values in optimizer.state.values()]
     [expected] = [values["momentum_buffer"] for values in written.state.values()]
@@ -137,7 +140,7 @@ def small_model():
 
 def test_norms_and_biases_do_not_decay():
     model = small_model()
-    optimizer = build_optimizer(single.options(NO_DECAY), model)
+    optimizer = build_optimizer(single.options(NO_DECAY), model, ALONE)
     for parameter in model.parameters():
         nn.init.ones_(parameter).grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -150,7 +153,7 @@ def test_norms_and_biases_do_not_decay():
 def test_a_checkpoint_numbers_parameters_alike_with_and_without_their_decay():
     model = small_model()
     settings = [NO_DECAY[1:], NO_DECAY]
-    optimizers = [build_optimizer(single.options(argv), model) for argv in settings]
+    optimizers = [build_optimizer(single.options(argv), model, ALONE) for argv in settings]
     for number, parameter in enumerate(model.parameters()):
         parameter.grad = torch.full_like(parameter, number)
         optimizers[1].state[parameter]["momentum_buffer"] = torch.full_like(parameter, number)

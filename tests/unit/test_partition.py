@@ -15,6 +15,7 @@ from recipes.common.models.user_model import check_sequence
 from recipes.common.optim import build_optimizer
 from recipes.common.options import Options, parse
 from recipes.common.restore import load_optimizer_state
+from recipes.common.world.peers import Peers
 from recipes.pipeline.partition import (
     Part,
     PartModule,
@@ -53,6 +54,7 @@ def test_no_other_cuts_have_a_smaller_largest_part():
         assert max(sum(costs[a:b]) for a, b in itertools.pairwise(bounds)) == best
 
 
+ALONE = Peers(torch.device("cpu"))
 MODELS = [
     *(("lenet", 1, 8), ("lenet", 1, 28), ("lenet", 3, 32)),
     *(("vit-tiny", 1, size) for size in (2, 8, 28, 97)),
@@ -115,7 +117,7 @@ def test_frozen_layers_make_no_part_of_their_own(balance):
 def test_the_state_cut_into_shares_and_merged_is_the_same(optimizer, owned):
     args, data = options("lenet", "--optimizer", optimizer), data_of(1, 8)
     model = build_model(args, data)
-    whole = build_optimizer(args, model)
+    whole = build_optimizer(args, model, ALONE)
     model(torch.randn(2, 1, 8, 8)).sum().backward()
     whole.step()
     content = {"model": model.state_dict(), "optimizer": whole.state_dict()}
@@ -125,7 +127,7 @@ def test_the_state_cut_into_shares_and_merged_is_the_same(optimizer, owned):
     states = []
     for numbers in owned:
         modules = [PartModule(other, parts[number], args, torch.device("cpu")) for number in numbers]
-        mine = build_optimizer(args, other)
+        mine = build_optimizer(args, other, ALONE)
         load_optimizer_state(mine, own_state(content, other, modules)["optimizer"])
         states.append(state_of(modules, other, mine))
         assert len(states[-1][1]) == sum(1 for module in modules for _ in module.parameters())
@@ -155,7 +157,7 @@ def test_a_share_has_what_a_layer_keeps_beside_tensors():
     model, other = (torch.nn.Sequential(Counted(2, 2), torch.nn.Linear(2, 2)) for _ in range(2))
     model[0].calls = 3
     parts = [Part([name], 6, 0.5, (2,), torch.float32) for name in ("0", "1")]
-    optimizer = build_optimizer(args, model)
+    optimizer = build_optimizer(args, model, ALONE)
     states = [state_of([PartModule(model, part, args, cpu)], model, optimizer) for part in parts]
     merge_states(states, other, optimizer)
     assert other[0].calls == 3

@@ -13,6 +13,7 @@ import torch
 from recipes.common.errors import UserError
 from recipes.common.models.models import build_model
 from recipes.common.optim import build_optimizer
+from recipes.common.world.peers import Peers
 from recipes.ddp import train
 from recipes.tensor.train import options as tensor_options
 from scripts.launch.command import ROOT, table
@@ -433,7 +434,7 @@ def looked_at(*words):
 def test_memory_of_weights_and_optimizer_is_that_of_real_state(words):
     args, kind, workload = looked_at(*words)
     model = build_model(args, kind.data)
-    optimizer = build_optimizer(args, model)
+    optimizer = build_optimizer(args, model, Peers(torch.device("cpu")))
     model(kind.data.input.zeros(2)).sum().backward()
     optimizer.step()
     weights = sum(value.nbytes for value in model.state_dict().values())

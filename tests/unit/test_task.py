@@ -21,11 +21,13 @@ from recipes.common.optim import build_optimizer, optimizer_state
 from recipes.common.options import STANDARD_LIBRARY
 from recipes.common.restore import load_optimizer_state
 from recipes.common.task import SKIPPED, Classification, Task, in_float
+from recipes.common.world.peers import Peers
 from recipes.pipeline.partition import PartModule, merge_states, own_state, plan_parts, stages_of, state_of
 from recipes.single.train import options
 from tests.conftest import refused
 
 CPU = torch.device("cpu")
+ALONE = Peers(CPU)
 
 
 @pytest.fixture
@@ -291,13 +293,13 @@ class TestGPT:
         args, data, model = gpt()
         parts = plan_parts(model, 2, "parameters", args, data.input.zeros(1))
         shares = [[PartModule(model, part, args, CPU)] for part in parts]
-        whole = build_optimizer(args, model)
+        whole = build_optimizer(args, model, ALONE)
         tokens = torch.randint(256, (2, 13))
         data.task.loss_sum(model(tokens[:, :-1]), tokens[:, 1:]).backward()
         whole.step()
         states = []
         for share in shares:
-            optimizer = build_optimizer(args, model)
+            optimizer = build_optimizer(args, model, ALONE)
             content = own_state({"optimizer": optimizer_state(whole)}, model, share)
             load_optimizer_state(optimizer, content["optimizer"])
             states.append(state_of(share, model, optimizer))

@@ -533,7 +533,7 @@ def test_a_sample_that_cannot_be_made_is_a_warning_since_the_run_is_complete():
 
 def optimizer_of(name, *argv):
     args = options([*WELL, "--optimizer", f"mine:{name}", "--lr", "0.5", *argv])
-    return args, build_optimizer(args, load(*WELL)[1])
+    return args, build_optimizer(args, load(*WELL)[1], Peers(CPU))
 
 
 def test_an_own_optimizer_keeps_its_groups_and_their_shares_of_the_rate():
@@ -607,12 +607,6 @@ def test_what_a_checkpoint_cannot_restore_of_an_own_optimizer_is_refused(name, m
 @pytest.mark.parametrize(
     ("recipe", "argv", "message"),
     [
-        (
-            "fsdp",
-            (),
-            "--optimizer mine:bias_first: a rank of this recipe holds only a part of each parameter; use",
-        ),
-        ("tensor", (), "a rank of this recipe holds only a part of each parameter"),
         ("ddp", ("--zero",), "--zero is for sgd and adamw; drop it, or --optimizer mine:bias_first"),
         ("ddp", ("--no-decay-norm-bias",), "--no-decay-norm-bias is for sgd and adamw; drop it, and set each"),
         ("ddp", ("--momentum", "0.5"), "--momentum 0.5 is for sgd; drop it, or use --optimizer sgd"),

@@ -25,6 +25,7 @@ from recipes.common.data.splits import Data
 from recipes.common.models.models import build_model
 from recipes.common.optim import build_optimizer
 from recipes.common.options import Options, Parser
+from recipes.common.world.peers import Peers
 from recipes.single.train import options
 from scripts.launch.command import parse
 
@@ -54,7 +55,7 @@ def build(args: Options, device: torch.device) -> tuple[Data, nn.Module, Optimiz
     """Return the data, and a new model and its optimizer."""
     data = load_data(args, device, on_bad_image=print)
     model = build_model(args, data).to(device)
-    return data, model, build_optimizer(args, model)
+    return data, model, build_optimizer(args, model, Peers(device))
 
 
 def timed_restore(path: Path, args: Options) -> float:
