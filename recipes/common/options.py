@@ -460,12 +460,8 @@ class Options(TrainingOptions):
             raise UserError(f"--min-lr-share {self.min_lr_share} is for --lr-schedule cosine; drop one of the two")
         if self.optimizer != "sgd" and self.momentum != Options.momentum:
             raise UserError(f"--momentum {self.momentum} is for sgd; drop it, or use --optimizer sgd")
-        if is_user_code(self.optimizer):
-            if self.has_shards:
-                what = "a rank of this recipe holds only a part of each parameter"
-                raise UserError(f"--optimizer {self.optimizer}: {what}; use sgd or adamw, or RECIPE=ddp")
-            if not self.decay_norm_bias:
-                raise UserError("--no-decay-norm-bias is for sgd and adamw; drop it, and set each group's decay")
+        if is_user_code(self.optimizer) and not self.decay_norm_bias:
+            raise UserError("--no-decay-norm-bias is for sgd and adamw; drop it, and set each group's decay")
 
     def check_world_size(self, world_size: int) -> None:
         """Raise UserError if the recipe cannot share out its work among so many processes."""

@@ -106,6 +106,37 @@ class Timed(Slowing):
         self.param_groups[0]["clock"] = time.time
         return super().step(closure)
 
+class Lars(torch.optim.Optimizer):
+    "Divides a parameter's norm by its gradient's, as LARS does: both are of the whole parameter."
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state, gradient = self.state[parameter], parameter.grad
+                if not state:
+                    state["sum"] = self.new_state(parameter)
+                state["sum"].mul_(0.9).add_(gradient * ((parameter.norm() + 0.1) / (gradient.norm() + 0.1)))
+                parameter.sub_(state["sum"], alpha=group["lr"])
+    def new_state(self, parameter):
+        return torch.zeros_like(parameter)
+
+class OwnRows(Lars):
+    def new_state(self, parameter):
+        return torch.zeros(parameter.shape)
+
+class Counts(Lars):
+    def new_state(self, parameter):
+        self.state[parameter]["by_row"] = parameter.new_zeros(len(parameter))
+        return torch.zeros_like(parameter)
+
+class WholeNorm(Lars):
+    def step(self, closure=None):
+        super().step(closure)
+        group = self.param_groups[0]
+        group["norm"] = sum(parameter.norm() for parameter in group["params"])
+
 class Scaled(torch.optim.SGD):
     def __init__(self, params, lr=0.1, scale=1.0):
         super().__init__(params, lr)
@@ -114,6 +145,11 @@ class Scaled(torch.optim.SGD):
 scaled = lambda named_parameters, lr, weight_decay: Scaled([p for _, p in named_parameters], lr, scale=20.0)
 timed = lambda named_parameters, lr, weight_decay: Timed([p for _, p in named_parameters], lr)
 fails_on_rank_1 = lambda *args: {"0": slowing}[os.environ["RANK"]](*args)
+lars = lambda named_parameters, lr, weight_decay: Lars([
+    {"params": [p], "lr": lr / (1 + number % 2)} for number, (_, p) in enumerate(named_parameters)])
+own_rows = lambda named_parameters, lr, weight_decay: OwnRows([p for _, p in named_parameters], lr)
+counts = lambda named_parameters, lr, weight_decay: Counts([p for _, p in named_parameters], lr)
+whole_norm = lambda named_parameters, lr, weight_decay: WholeNorm([p for _, p in named_parameters], lr)
 slowing = lambda named_parameters, lr, weight_decay: Slowing([p for _, p in named_parameters], lr)
 
 class Branches(nn.Module):
@@ -365,12 +401,21 @@ def test_it_trains_on_one_curve_in_every_recipe(run, recipe):
 STEPPED = (*SPIRALS, "--lr", "0.01", "--lr-schedule", "constant", "--optimizer", "mine:head_first")
 
 
-@pytest.mark.parametrize("recipe", ["ddp", "horovod", *slow("pipeline", "scratch", "apex", "spawn")])
+@pytest.mark.parametrize("recipe", ["ddp", "horovod", *slow("fsdp", "pipeline", "scratch", "apex", "spawn")])
 def test_an_optimizer_of_your_own_steps_alike_in_every_recipe(run, recipe):
     path, single = run(recipe, 2, *STEPPED), run("single", 1, *STEPPED)
     assert losses(path) == pytest.approx(losses(single), rel=1e-5)
     assert largest_difference(weights(path), weights(single)) < 1e-5
     assert largest_difference(weights(single), weights(run("single", 1, *STEPPED, "--optimizer", "adamw"))) > 0.01
+
+
+@pytest.mark.parametrize(("recipe", "argv"), [("fsdp", ("--sharded-checkpoints",)), ("tensor", ())])
+def test_an_own_optimizer_sees_whole_parameters_where_ranks_hold_shards(run, start, tmp_path, recipe, argv):
+    options = shlex.split("--optimizer mine:lars --lr 0.02 --max-steps 12")
+    argv = ("--global-batch-size", "48", *options, *argv)
+    start(recipe, 2, *argv, "--max-steps", "5").wait(check=True)
+    start(recipe, 2, *argv, "--resume", "auto").wait(check=True)
+    assert losses(tmp_path / "run") == pytest.approx(losses(run("single", 1, *options)), rel=1e-5)
 
 
 ALONE = r"rank 1: --optimizer mine:fails_on_rank_1 failed: KeyError: '1' \(.*\); fix it .*"
@@ -390,7 +435,27 @@ ALONE = r"rank 1: --optimizer mine:fails_on_rank_1 failed: KeyError: '1' \(.*\);
             "scaled",
             "--optimizer mine:scaled: Horovod builds it from its groups alone, and scale is then 1.0, not 20.*",
         ),
-        *slow(("pipeline", "fails_on_rank_1", ALONE)),
+        (
+            "fsdp",
+            "own_rows",
+            r"--optimizer mine:own_rows: step\(\) on shards failed: RuntimeError: .* mixed .*\(.*mine.py, "
+            r"line \d+\); let it use other operations, or use RECIPE=ddp",
+        ),
+        (
+            "fsdp",
+            "counts",
+            "--optimizer mine:counts: by_row of a parameter's state is not sharded as the parameter is, so that "
+            r"no checkpoint could restore it; let it keep numbers and tensors of its shape, .*, or use RECIPE=ddp",
+        ),
+        *slow(
+            (
+                "fsdp",
+                "whole_norm",
+                r"--optimizer mine:whole_norm: norm of a group is spread over the ranks \(DTensor\); let it .*",
+            ),
+            ("fsdp", "fails_on_rank_1", ALONE),
+            ("pipeline", "fails_on_rank_1", ALONE),
+        ),
     ],
 )
 def test_an_optimizer_that_does_not_work_ends_all_ranks_with_one_line(start, recipe, optimizer, words):

@@ -6,6 +6,7 @@ Recipes whose ranks hold whole weights import none of this.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -18,8 +19,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from recipes.common import loop
 from recipes.common.checkpoint.checkpoint import CheckpointFolder, CheckpointWriter
 from recipes.common.checkpoint.shard_files import Box, ShardedFolder, is_reference, read_box
+from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.optim import optimizer_state
+from recipes.common.options import Options
 from recipes.common.world.peers import Peers
 from recipes.common.world.tree import Slot
 
@@ -30,7 +33,7 @@ Boxes = Callable[[str | None, Box], list[Box]]
 def update(job: Job, check: Callable[[Sequence[Tensor]], bool]) -> None:
     """Clip the gradients, and step the optimizer on this rank's shards if the whole gradient passes the check.
 
-    Call it on all ranks.
+    Call it on all ranks. Raises UserError after the first step if the user's optimizer does not work on shards.
     """
 
     def check_norm(gradients: Sequence[Tensor]) -> bool:
@@ -38,8 +41,45 @@ def update(job: Job, check: Callable[[Sequence[Tensor]], bool]) -> None:
         with job.peers.watch("gradients"):
             return check([total_norm(some)])
 
-    with job.peers.watch("gradients"):
-        loop.update(job, check_norm, clip_gradients)
+    try:
+        # Sharding: an operation of the user's optimizer on a whole parameter, such as a norm, sums over the ranks.
+        with job.peers.watch("gradients"):
+            loop.update(job, check_norm, clip_gradients)
+    except RuntimeError as error:
+        if not job.is_unseen_optimizer or not re.search(ABOUT_SHARDS, str(error)):
+            raise
+        from recipes.common.user_code import refusal
+
+        what = f"--optimizer {job.args.optimizer}: step() on shards failed"
+        raise refusal(what, error, "let it use other operations, or use RECIPE=ddp") from error
+    if job.is_unseen_optimizer:
+        check_sharded_state(job.args, job.optimizer)
+
+
+ABOUT_SHARDS = r"DTensor|aten\.|shard|subclass"
+"""What torch says of operations that it cannot do on shards."""
+
+
+def check_sharded_state(args: Options, optimizer: torch.optim.Optimizer) -> None:
+    """Raise UserError if the user's optimizer keeps what a checkpoint could not give back to its shards."""
+    what, fix = f"--optimizer {args.optimizer}", "let it keep numbers"
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            if isinstance(value, DTensor):
+                raise UserError(f"{what}: {name} of a group is spread over the ranks (DTensor); {fix}")
+    for parameter, values in optimizer.state.items():
+        for name, value in values.items():
+            if isinstance(value, Tensor) and isinstance(parameter, DTensor) and not is_restored(value, parameter):
+                state = f"{name} of a parameter's state is not sharded as the parameter is"
+                fix += " and tensors of its shape, made by torch.zeros_like(parameter), or use RECIPE=ddp"
+                raise UserError(f"{what}: {state}, so that no checkpoint could restore it; {fix}")
+
+
+def is_restored(value: Tensor, parameter: DTensor) -> bool:
+    """Return whether a checkpoint gives back a tensor of a parameter's state: a number, or one sharded alike."""
+    if not isinstance(value, DTensor):
+        return value.numel() == 1
+    return value.shape == parameter.shape and value.placements == parameter.placements
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
