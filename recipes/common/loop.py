@@ -96,11 +96,16 @@ def load_data_and_model(
 ) -> tuple[Data, nn.Module]:
     """Return load_checked_data() and the model on this rank's device, with the same weights on all ranks.
 
-    Call it on all ranks. Raises UserError as load_checked_data(), build_model() and check_parts() of batch norm.
+    Call it on all ranks. Raises UserError as load_checked_data(), build_model(), checkpoint_blocks(), and
+    check_parts() of batch norm.
     """
     data = load_checked_data(args, recipe, peers, stop, replicas)
     # Every rank draws the same weights from --seed.
     model = run_on_all_ranks(lambda: build_model(args, data, peers.device), peers)
+    if args.activation_checkpointing:
+        from recipes.common.models.blocks import checkpoint_blocks
+
+        run_on_all_ranks(lambda: checkpoint_blocks(model, args), peers)
     if args.batchnorm_group:
         from recipes.common.models.batchnorm import set_groups
 

@@ -408,6 +408,7 @@ class Options(TrainingOptions):
     channels_last: bool = switch(
         "NHWC memory layout, the faster one for convolutions; off by default for a model of your own", default=True
     )
+    activation_checkpointing: bool = switch("keep only the inputs of blocks, and run them again in backward")
     compile: bool = switch("torch.compile the model")
     compile_mode: str = choice(
         "torch.compile's mode; reduce-overhead records CUDA graphs, which speed up small models",
@@ -450,6 +451,9 @@ class Options(TrainingOptions):
             what = f"each of {self.passes} passes is compiled by itself, and torch compiles {MOST_GRAPHS} at most"
             fix = f"use up to {MOST_GRAPHS - 1} passes, or drop --compile"
             raise UserError(f"--compile with --batchnorm-group {self.batchnorm_group}: {what}; {fix}")
+        if self.batchnorm_group and self.activation_checkpointing:
+            fix = "drop --activation-checkpointing"
+            raise UserError(f"--batchnorm-group: blocks that run again would count their statistics twice; {fix}")
         if self.batchnorm_group and self.sync_batchnorm:
             what = "statistics are over groups or the batch"
             raise UserError(f"--batchnorm-group and --sync-batchnorm: {what}; drop one")

@@ -55,6 +55,8 @@ def wrap(model: nn.Module, args: Options, devices: list[torch.device]) -> nn.Mod
     elif args.batchnorm_group:
         what = "DataParallel keeps the running statistics of the first GPU's groups alone"
         raise UserError(f"--batchnorm-group: {what}; use RECIPE=ddp")
+    elif args.activation_checkpointing:
+        raise UserError("--activation-checkpointing: blocks would run again as the first GPU's; use RECIPE=ddp")
     elif args.compile:
         raise UserError("--compile: replicas would all run the code of the first; drop it or use RECIPE=ddp")
     if args.compile:

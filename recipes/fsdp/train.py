@@ -25,22 +25,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
 
 from recipes.common.data import Data
 from recipes.common.data.splits import digest
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_checked_data, train_epochs
-from recipes.common.models.batchnorm import check_parts, plain_layers, set_groups
+from recipes.common.models.batchnorm import check_parts, set_groups
+from recipes.common.models.blocks import blocks, checkpoint_blocks
 from recipes.common.models.models import build_model, make_model
 from recipes.common.models.user_model import check_fit
 from recipes.common.optim import build_optimizer, build_scaler
 from recipes.common.options import Options, check_processes, is_user_code, option, parse, positive_int, switch
-from recipes.common.parallel.blocks import blocks, precision
 from recipes.common.parallel.buckets import FIX_MISSING, Named, missing_gradients, trained
 from recipes.common.parallel.groups import grid_mesh
-from recipes.common.parallel.sharding import gather_state, own_shards, own_state, read_shards, update, write_shards
+from recipes.common.parallel.sharding import (
+    gather_state,
+    own_shards,
+    own_state,
+    precision,
+    read_shards,
+    update,
+    write_shards,
+)
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
 from recipes.common.world.agreement import check_same_weights, raise_on_all_ranks, run_on_all_ranks
@@ -58,7 +65,6 @@ class FSDPOptions(Options):
     reshard_after_forward: bool = switch(
         "free a block's gathered weights after forward, and gather them again for backward", default=True
     )
-    activation_checkpointing: bool = switch("keep only the inputs of blocks, and run them again in backward")
     cpu_offload: bool = switch("keep shards and optimizer in main memory, and step there (GPUs)")
 
     def check(self) -> None:
@@ -73,9 +79,6 @@ class FSDPOptions(Options):
             # (pytorch#160281) and frees the output of the previous block, which is this block's input.
             what = "CUDA graphs of blocks, one after another, overwrite each other's outputs"
             raise UserError(f"--compile-mode {self.compile_mode}: {what}; use --compile-mode default")
-        if self.batchnorm_group and self.activation_checkpointing:
-            fix = "drop --activation-checkpointing"
-            raise UserError(f"--batchnorm-group: blocks that run again would count their statistics twice; {fix}")
 
     def check_world_size(self, world_size: int) -> None:
         """Raise UserError if the number of replicas does not divide the world size."""
@@ -163,9 +166,7 @@ def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
     """Shard the model in place, block by block; return it."""
     if args.cpu_offload and world.device.type == "cpu":
         raise UserError("--cpu-offload: shards are in main memory already on a CPU; drop it")
-    if args.activation_checkpointing and any(plain_layers(model)):
-        what = f"--activation-checkpointing: --model {args.model} has batch norm"
-        raise UserError(f"{what}, and blocks that run again would count their statistics twice; drop it")
+    checkpoint_blocks(model, args)
     check_rows(model, args)
     mesh = build_mesh(args, world)
     settings: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": args.reshard_after_forward}
@@ -183,8 +184,6 @@ def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
         parameters = list(module.parameters())
         if isinstance(module, FSDPModule) or not parameters or max(owners[p] for p in parameters) > 1:
             continue  # tied matrices stay in the root module, where both users see them
-        if args.activation_checkpointing:
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
         if args.compile:
             module.compile(mode=args.compile_mode)
         check_dtypes(module, args, names)

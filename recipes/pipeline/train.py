@@ -21,6 +21,7 @@ from recipes.common.data import Data
 from recipes.common.job import Job
 from recipes.common.loop import Check, Content, Technique, begin_run, train_epochs
 from recipes.common.models.batchnorm import check_groups, check_parts, group_batch_norm
+from recipes.common.models.blocks import checkpoint_blocks
 from recipes.common.models.models import build_model
 from recipes.common.nonfinite import NonFiniteError
 from recipes.common.optim import autocast, build_optimizer, build_scaler, densify_gradients
@@ -54,6 +55,7 @@ def build_sequence(args: PipelineOptions, data: Data, device: torch.device) -> n
         from recipes.common.models.user_model import check_on, check_sequence
 
         check_on(device, check_sequence, model, args, data)
+    checkpoint_blocks(model, args)
     return model
 
 

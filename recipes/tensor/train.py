@@ -27,10 +27,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Check, Content, Technique, begin_run, load_data_and_model, train_epochs
+from recipes.common.models.blocks import blocks
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, check_processes, option, parse, positive_int, switch
 from recipes.common.parallel import sharding
-from recipes.common.parallel.blocks import blocks, precision
 from recipes.common.parallel.groups import grid_mesh
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
@@ -91,7 +91,7 @@ def wrap(model: nn.Module, args: TensorOptions, world: World, mesh: DeviceMesh) 
 
 def shard_over_replicas(model: nn.Module, args: TensorOptions, dp: DeviceMesh) -> None:
     """Shard what each rank of a replica holds over the replicas, block by block."""
-    policy = precision(args)
+    policy = sharding.precision(args)
     for block in blocks(model):
         if not any(True for _ in block.parameters()):
             continue

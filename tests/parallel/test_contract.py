@@ -300,6 +300,19 @@ def test_text_has_the_same_curve_and_bits(train, text, recipe):
     assert ours["test_bits_per_byte"] == pytest.approx(theirs["test_bits_per_byte"], rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "name", ["ddp", "context", "pipeline", *slow("horovod", "apex", "scratch", "tensor", "fsdp", "dataparallel")]
+)
+def test_blocks_that_run_again_change_nothing(train, text, name):
+    recipe = BY_NAME[name]
+    world_size = recipe.world_sizes[0]
+    own = (*recipe.argv(world_size), *recipe.for_text, *TEXT, *text)
+    path = train(name, world_size, *own, "--activation-checkpointing")
+    assert_same_run(
+        path, train("single", 1, "--global-batch-size", str(recipe.batch_size(world_size)), *TEXT, *text)
+    )
+
+
 def test_text_resumes_in_a_pipeline_at_the_exact_sample(train, text):
     argv = (*BY_NAME["pipeline"].argv(2), *TEXT, *text, "--clip-grad-norm", "1")
     whole = train("single", 1, "--global-batch-size", "84", *TEXT, *text, "--clip-grad-norm", "1")

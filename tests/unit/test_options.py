@@ -113,7 +113,7 @@ POWERSGD = ["--grad-compression", "powersgd"]
         ("fsdp", ["--amp", "fp16"], "its gradient scaler does not support shards; use --amp bf16"),
         ("fsdp", ["--sync-batchnorm"], "fsdp normalises each rank's share by itself; use --batchnorm-group"),
         (
-            "fsdp",
+            "ddp",
             ["--batchnorm-group", "2", "--activation-checkpointing"],
             "blocks that run again would count their statistics twice; drop --activation-checkpointing",
         ),

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -21,13 +22,20 @@ from recipes.common.checkpoint.checkpoint import CheckpointFolder, CheckpointWri
 from recipes.common.checkpoint.shard_files import Box, ShardedFolder, is_reference, read_box
 from recipes.common.errors import UserError
 from recipes.common.job import Job
-from recipes.common.optim import optimizer_state
+from recipes.common.optim import AMP_DTYPES, optimizer_state
 from recipes.common.options import Options
 from recipes.common.world.peers import Peers
 from recipes.common.world.tree import Slot
 
 Boxes = Callable[[str | None, Box], list[Box]]
 """Maps a parameter's name and the box of a rank's shard to the boxes that the shard has in the unsplit model."""
+
+
+def precision(args: Options) -> MixedPrecisionPolicy:
+    """Return FSDP's form of --amp: bf16 weights cross the wire as half the bytes; gradients are summed in fp32."""
+    if args.amp == "none":
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(param_dtype=AMP_DTYPES[args.amp], reduce_dtype=torch.float32)
 
 
 def update(job: Job, check: Callable[[Sequence[Tensor]], bool]) -> None:
