@@ -494,15 +494,14 @@ class Command:
 
     alive: list[Command] = []  # noqa: RUF012 (the tests' own list of what is to be ended)
 
-    def __init__(self, *argv: str, cwd: Path = ROOT, file_limit_bytes: int | None = None, **env: str) -> None:
+    def __init__(self, *argv: str, cwd: Path = ROOT, **env: str) -> None:
         self.mark = uuid.uuid4().hex
         # The variables of a make that has started pytest must not reach the command.
         inherited = {name: value for name, value in os.environ.items() if name not in ("MAKELEVEL", "MAKEFLAGS")}
         # Files, not pipes: a leftover process that holds a pipe's end would hold up the test.
         self._out, self._err = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115
-        limits = ["prlimit", f"--fsize={file_limit_bytes}"] if file_limit_bytes is not None else []
         self.process = subprocess.Popen(
-            [*limits, *argv],
+            argv,
             cwd=cwd,
             env={**inherited, "TEST_COMMAND": self.mark, **env},
             stdin=subprocess.DEVNULL,
