@@ -20,7 +20,7 @@ from recipes.common.record import record
 from recipes.common.record.record import open_run
 from recipes.common.restore import load_optimizer_state
 from recipes.common.task import Classification
-from recipes.single.train import main, options
+from recipes.single.train import options
 from tests.support import contents, is_equal, losses, metrics, newest_checkpoint, train, weights
 
 EPOCH = 22
@@ -49,19 +49,6 @@ DAMAGED_CONFIGS = [
     config_with(checkpoint=None, time=LAUNCHED, options=[]),
     json.dumps({"recipe": "single", "launches": [{"checkpoint": None, "time": LAUNCHED}]}),
 ]
-
-
-@pytest.fixture
-def single(tmp_path, capsys):
-    """Return a function that trains in tmp_path / NAME and returns the lines that were printed."""
-
-    def run(name, *argv, runs_dir=tmp_path):
-        named = ["--name", name] if name else []
-        capsys.readouterr()
-        main(["--runs-dir", str(runs_dir), *named, "--log-every", "1", "--no-tensorboard", *argv])
-        return capsys.readouterr().out.splitlines()
-
-    return run
 
 
 @pytest.fixture(scope="module")
