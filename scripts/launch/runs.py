@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -44,13 +45,13 @@ def differences(losses: dict[int, float], reference: dict[int, float]) -> dict[i
 
 def measured_on(*packages: str) -> dict[str, Any]:
     """Return the time, this machine, and the versions of Python and of those given packages that are installed."""
-    installed = {dist.metadata["Name"].lower() for dist in metadata.distributions()}
+    versions = {"python": platform.python_version()}
+    for name in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "cpus": os.cpu_count(),
         "system": platform.platform(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: metadata.version(name) for name in packages if name in installed},
-        },
+        "versions": versions,
     }

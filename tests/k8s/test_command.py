@@ -55,7 +55,9 @@ def stand_in(folder, answers):
     """Write the answers of a stand-in for kubectl; return the variables with which it is used."""
     (folder / "play.json").write_text(json.dumps(answers))
     files = {"STAND_IN_PLAY": str(folder / "play.json"), "STAND_IN_CALLS": str(folder / "calls.jsonl")}
-    return {"KUBECTL": str(ROOT / "tests/stand_in/kubectl"), **files}
+    script = f'exec "{sys.executable}" -IS "{ROOT}/tests/k8s/kubectl.py" "$@"'
+    kubectl = write_program(folder / "kubectl", script)
+    return {"KUBECTL": str(kubectl), **files}
 
 
 def calls(folder):

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from tests.support import MPI_ENV, ROOT, TIMEOUT_S, last_step, launches, losses,
 STATIC = ("indexed-job", "jobset", "pytorchjob", "trainjob", "doctor")
 """Kinds whose nodes are all started by scripts/launch.sh."""
 
-FAKE_PYTHON = """#!/usr/bin/env python3
+FAKE_PYTHON = """
 import json, os, sys
 if sys.argv[1:3] == ["-m", "scripts.launch.interface"]:
     print("lo")
@@ -38,7 +39,7 @@ else:
 
 @pytest.fixture
 def fake_python(tmp_path):
-    return str(write_program(tmp_path / "python", FAKE_PYTHON))
+    return str(write_program(tmp_path / "python", f"#!{sys.executable} -IS\n{FAKE_PYTHON}"))
 
 
 def what_starts(pod, python):

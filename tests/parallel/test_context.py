@@ -20,8 +20,7 @@ from tests.conftest import slow
 from tests.page import run_page
 from tests.support import (
     ROOT,
-    assert_goes_on,
-    assert_same_end,
+    assert_same_training,
     losses,
     metrics,
     run_ranks,
@@ -47,8 +46,7 @@ def test_every_layout_has_the_losses_of_single(single, tmp_path, replicas, ranks
     """Of 16 positions, each of 8 ranks has two, and each chunk is one."""
     run = train("context", tmp_path, replicas * ranks, *STEPS, "--context-parallel", str(ranks), *more)
     whole = train("single", tmp_path, 1, *STEPS, *more[:2]) if "--seq-len" in more else single
-    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
-    assert_same_end(run, whole)
+    assert_same_training(run, whole)
 
 
 def test_a_checkpoint_passes_to_single_and_back(single, tmp_path):
@@ -58,7 +56,7 @@ def test_a_checkpoint_passes_to_single_and_back(single, tmp_path):
         "single", tmp_path, 1, *STEPS, "--start-from", str(train("context", tmp_path, 4, *STEPS) / middle)
     )
     for path in (run, later):
-        assert_goes_on(path, single)
+        assert_same_training(path, single, after=2)
 
 
 def test_given_weights_are_evaluated_as_by_single(single, tmp_path):
@@ -78,8 +76,7 @@ def test_half_precision_stays_close(tmp_path, amp):
 @pytest.mark.slow
 def test_a_compiled_model_has_the_losses_of_single(single, tmp_path):
     run = train("context", tmp_path, 2, *STEPS, "--compile")
-    assert losses(run) == pytest.approx(losses(single), rel=1e-5)
-    assert_same_end(run, single)
+    assert_same_training(run, single)
 
 
 def test_all_ranks_write_the_sample_of_single(tmp_path):

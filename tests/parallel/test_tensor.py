@@ -25,7 +25,7 @@ from scripts.plan.__main__ import make_plan
 from tests import observe
 from tests.conftest import refused, slow
 from tests.parallel.test_fsdp import allocated, note_bytes
-from tests.support import ROOT, assert_goes_on, assert_same_end, losses, start_run, train
+from tests.support import ROOT, assert_same_training, losses, start_run, train
 
 STEPS = ("--max-steps", "4", "--checkpoint-every", "2", "--clip-grad-norm", "1")
 GPT = ("--data", "text", "--data-dir", str(ROOT / "docs"), "--model", "gpt-tiny", "--seq-len", "16")
@@ -48,8 +48,7 @@ def single(request, tmp_path_factory):
 def test_every_layout_has_the_losses_of_single(single, tmp_path, replicas, ranks):
     argv, whole = single
     run = train("tensor", tmp_path, replicas * ranks, *argv, "--tensor-parallel", str(ranks))
-    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
-    assert_same_end(run, whole)
+    assert_same_training(run, whole)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +76,7 @@ def test_tokens_and_vocabulary_in_shards_have_the_losses_of_single(single, tmp_p
     argv, whole = single
     words = ("--tensor-parallel", str(ranks), *switches)
     run = train("tensor", tmp_path, replicas * ranks, *argv, *words)
-    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
-    assert_same_end(run, whole)
+    assert_same_training(run, whole)
 
 
 def half_frozen(data):
@@ -97,8 +95,7 @@ def test_frozen_parameters_stay_as_they_are(tmp_path, world_size, switches):
     argv = (*(word for word in switches if word not in (SEQUENCE, LOSS, FULL)), *STEPS, "--optimizer", "adamw")
     argv = (*argv, "--lr", "0.001", "--model", "tests.parallel.test_tensor:half_frozen")
     run, whole = train("tensor", tmp_path, world_size, *switches, *argv), train("single", tmp_path, 1, *argv)
-    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
-    assert_same_end(run, whole)
+    assert_same_training(run, whole)
 
 
 @pytest.mark.slow
@@ -111,7 +108,7 @@ def test_sequences_that_do_not_divide_and_sharded_checkpoints(tmp_path):
     assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
     checkpoint = str(run / "checkpoints" / "step-000000002.pt")
     later = train("single", tmp_path / "later", 1, *argv, "--start-from", checkpoint)
-    assert_same_end(later, whole)
+    assert_same_training(later, whole, after=2)
 
 
 MIDDLE = "checkpoints/step-000000002.pt"
@@ -127,13 +124,15 @@ def test_shards_of_shards_pass_between_recipes_and_layouts(single, tmp_path, ran
     argv, whole = single
     words, shards = (*argv, "--tensor-parallel", str(ranks), *switches, FULL), "--sharded-checkpoints"
     run = train("tensor", tmp_path / "run", 3 * ranks, *words, shards)
-    assert_goes_on(train("single", tmp_path / "single", 1, *argv, "--start-from", str(run / MIDDLE)), whole)
+    later = train("single", tmp_path / "single", 1, *argv, "--start-from", str(run / MIDDLE))
+    assert_same_training(later, whole, after=2)
     other = train("fsdp", tmp_path / "fsdp", 3, *argv, shards)
     ours, theirs = (read_checkpoint(folder / MIDDLE)["shards"]["files"] for folder in (run, other))
     assert sum(file["size"] for file in ours) == sum(file["size"] for file in theirs)  # nothing is written twice
     for number, earlier in enumerate((run, other, whole)):
-        folder = tmp_path / f"later{number}"
-        assert_goes_on(train("tensor", folder, 2 * ranks, *words, "--start-from", str(earlier / MIDDLE)), whole)
+        argv = (*words, "--start-from", str(earlier / MIDDLE))
+        later = train("tensor", tmp_path / f"later{number}", 2 * ranks, *argv)
+        assert_same_training(later, whole, after=2)
 
 
 def step_as_on_a_gpu():
@@ -150,11 +149,10 @@ def test_shards_are_updated_as_on_a_gpu(single, tmp_path, world_size, switches):
     argv, whole = single
     argv = (*argv, *switches)
     start_run("tensor", tmp_path, world_size, *argv, setup=step_as_on_a_gpu).wait(check=True)
-    assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=1e-5)
-    assert_same_end(tmp_path / "run", whole)
+    assert_same_training(tmp_path / "run", whole)
     how = {"name": "later", "setup": step_as_on_a_gpu}
     start_run("tensor", tmp_path, world_size, *argv, "--start-from", str(whole / MIDDLE), **how).wait(check=True)
-    assert_goes_on(tmp_path / "later", whole)
+    assert_same_training(tmp_path / "later", whole, after=2)
 
 
 @pytest.mark.parametrize("switches", [(), (FULL,)])
@@ -166,8 +164,7 @@ def test_shares_may_be_uneven_and_a_replica_may_take_several_ranks_but_one_sampl
     argv = ("--max-steps", "3", "--global-batch-size", "3", "--data", "synthetic", "--num-samples", "20")
     argv += ("--image-size", "8", "--lr", "0.001")
     run, whole = train("tensor", tmp_path, 4, *argv, *switches), train("single", tmp_path, 1, *argv)
-    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
-    assert_same_end(run, whole)
+    assert_same_training(run, whole)
 
 
 @pytest.mark.slow

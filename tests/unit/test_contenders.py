@@ -100,6 +100,7 @@ def test_what_fails_on_a_gpu_does_not_lose_what_works(monkeypatch, tmp_path, cap
     monkeypatch.setattr(gpu, "matmul_tflops", lambda: 700.0)
     monkeypatch.setattr(gpu.small_data, "write_data", lambda folder: None)
     monkeypatch.setattr(gpu, "IMAGES", 2048 // 8)
+    monkeypatch.setattr(gpu, "STEPS", 3)
     figures = list(gpu.measure(2, tmp_path))
     found = {figure.peer: figure.measured for figure in figures if figure.measured}
     assert len(figures) == 9
@@ -132,6 +133,7 @@ def test_photos_and_synthetic_images_are_of_one_shape(monkeypatch, tmp_path):
     """Otherwise torch compiles resnet50 for each of the two, which takes a minute or more."""
     monkeypatch.setattr(jpeg, "WIDTH", 16)
     monkeypatch.setattr(jpeg, "HEIGHT", 16)
+    monkeypatch.setattr(gpu, "STEPS", 3)  # 1,024 images, one or two of each class
     gpu.write_dataset(tmp_path)
     words = ["--image-size", "8", "--workers", "0"]
     sources = (["--data", "imagefolder", "--data-dir", str(tmp_path)], ["--num-samples", str(gpu.IMAGES)])

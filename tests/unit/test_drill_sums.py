@@ -15,11 +15,18 @@ from scripts.drill import trial
 from scripts.drill.faults import FAULTS, NotSurvivedError
 from scripts.drill.job import Steps
 from scripts.drill.trial import Figures
+from scripts.launch.runs import measured_on
 from tests.support import run_command
 
 
 def names(*words, has_network=False):
     return drill.choose(drill.parse_args(words), has_network)[0]
+
+
+def test_what_an_interrupted_pip_has_left_hides_no_versions(tmp_path, monkeypatch):
+    (tmp_path / "left-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert list(measured_on("pytest", "no-such-package")["versions"]) == ["python", "pytest"]
 
 
 @pytest.mark.parametrize("words", [(), ("--rounds", "100")])

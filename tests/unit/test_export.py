@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -100,13 +102,14 @@ def test_an_exported_model_is_named_where_a_checkpoint_is_meant(run, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["out.pt", "out.safetensors"])
-def test_a_full_disk_leaves_nothing(run, tmp_path, name):
+def test_a_full_disk_leaves_nothing(run, tmp_path, capfd, name):
     """A limit on the file size stands in for the full disk; the error itself goes to a file, too."""
     CheckpointFolder(run / "checkpoints").write({**content(30), "model": {"weight": torch.zeros(1000)}})
-    result = run_command(
-        *("prlimit", "--fsize=2000", ".venv/bin/python", "-m", "scripts.dev.export", str(run)),
-        str(tmp_path / name),
-    )
-    assert result.status == 2
-    assert result.stderr.startswith(f"error: cannot write {tmp_path / name}: ")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        assert export.main([str(run), str(tmp_path / name)]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capfd.readouterr().err.startswith(f"error: cannot write {tmp_path / name}: ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

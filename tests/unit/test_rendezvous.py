@@ -636,19 +636,15 @@ def test_a_stop_signal_between_rounds_learns_how_the_ranks_have_ended(nodes, mon
     assert b.announce_stop(), "until its ranks run again"
 
 
-def test_a_stop_needs_no_store(nodes, store, monkeypatch):
+def test_a_stop_needs_no_store(store, monkeypatch):
     """The store may end first: the launcher of `make run` ends it once its own nodes have ended."""
     port = free_port()
-    words = "import sys, torch.distributed as d; s = d.TCPStore('127.0.0.1', int(sys.argv[1]), is_master=True, "
-    words += "wait_for_workers=False); s.set('clock', '0'); print(flush=True); sys.stdin.read()"
-    command = [sys.executable, "-c", words, str(port)]
-    serve = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    serve.stdout.readline()
+    server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    server.set("clock", "0")
     one = elastic.create_handler(f"127.0.0.1:{port}", "job", 1, Node(1, 0, 1, "", 0, 20), "127.0.0.1")
     one._state_holder._cache_duration = 0
     join(one)
-    serve.kill()
-    serve.wait()
+    del server
     _, monitor = monitored(monkeypatch, failed(r0=-signal.SIGTERM), one)
     with pytest.raises((RendezvousConnectionError, DistError)):
         one.num_nodes_waiting()

@@ -15,7 +15,6 @@ from torchvision.models import resnet18
 from torchvision.models.vision_transformer import MLPBlock
 
 from recipes.common.errors import UserError
-from recipes.single.train import main
 from scripts.dev import export
 from tests.support import contents, is_equal, metrics, newest_checkpoint, train, weights
 from tests.unit import test_resume
@@ -23,18 +22,6 @@ from tests.unit import test_resume
 HERE = "tests.unit.test_weights"
 STILL = ("--lr", "1e-12", "--weight-decay", "0", "--max-steps", "1")
 """A step that changes no weight by more than rounding."""
-
-
-@pytest.fixture
-def single(tmp_path, capsys):
-    """Return a function that runs single in tmp_path / NAME and returns the lines that were printed."""
-
-    def run(name, *argv):
-        capsys.readouterr()
-        main(["--runs-dir", str(tmp_path), "--name", name, "--log-every", "1", "--no-tensorboard", *argv])
-        return capsys.readouterr().out.splitlines()
-
-    return run
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,8 @@
-#!/usr/bin/env -S python3 -IS
 """Stand in for kubectl: play recorded answers, and note each call.
 
-STAND_IN_PLAY is a JSON file: {"get pods": [answer, ...], ...}. The first key that the words of a call begin with (after
---namespace) says what is printed: {"out": text or object, "err": text, "status": number}, one answer a call, the last
-one again and again. STAND_IN_CALLS is the file to which calls are written, a JSON line each.
+STAND_IN_PLAY is a JSON file: {"get pods": [answer, ...], ...}. The first key that the words of a call begin with
+(after --namespace) says what is printed: {"out": text or object, "err": text, "status": number}, one answer a
+call, the last one again and again. STAND_IN_CALLS is the file to which calls are written, a JSON line each.
 """
 
 import json
