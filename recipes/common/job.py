@@ -357,6 +357,7 @@ class Job:
             samples_per_s=self.throughput.overall(),
             **self._units_per_s(self.throughput.overall()),
             samples=self.position.step * self.args.global_batch_size,
+            epochs=self.position.step / self.steps_per_epoch,
             train_s=self.throughput.timed()["seconds"],
             sent_bytes_per_step=self.throughput.sent_per_step(),
             peak_memory_bytes=max(map(peak_memory_bytes, self.devices)),
