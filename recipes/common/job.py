@@ -340,7 +340,8 @@ class Job:
         """Write result.json on rank 0; return its content ({} on other ranks)."""
         if not self.record:
             return {}
-        task, best = self.data.task, self.position.best_score
+        task, score = self.data.task, self.position.best_score
+        best = math.nan if score == -math.inf else score  # no evaluation has given a number
         result: dict[str, float | str] = {
             "world_size": self.peers.world_size,
             "step": self.position.step,

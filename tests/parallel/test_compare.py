@@ -1,6 +1,7 @@
 """Recipes side by side: the figures of real runs, and the table and picture that are made of them."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -50,6 +51,8 @@ def test_evaluations_within_an_epoch_are_no_epochs_and_null_is_no_figure(tmp_pat
     found = compare.read_run(tmp_path)
     assert (found["epoch_s"], found["target_s"], found["test_result"]) == (6.0, None, None)
     assert compare.difference(found["losses"], found["losses"], steps=2) == 0
+    (tmp_path / "result.json").write_text(json.dumps({**result, "test_accuracy": math.inf}))
+    assert " inf " in compare.table(compare.COLUMNS, [{**compare.read_run(tmp_path), "difference": 0.0}])
 
 
 def test_a_run_that_ends_within_an_epoch_says_how_long_a_whole_one_takes(tmp_path):
