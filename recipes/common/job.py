@@ -88,6 +88,12 @@ class Job:
         """Whether the first step has yet to show what the user's optimizer keeps for checkpoints."""
         self.is_unseen_model = is_user_code(self.args.model) and self.peers.world_size * len(self.devices) > 1
         """Whether the first step has yet to show if losses depend on the number of processes."""
+        self.code = dict[str, str]()
+        """Digests of the user's code."""
+        if self.args.has_user_code:
+            from recipes.common.user_code import own_code
+
+            self.code = own_code()
         self.throughput = Throughput(self.args.global_batch_size, self.device)
         self.guard = Guard(self.device, self.stop)
         if self.args.on_nonfinite == "skip":
@@ -115,6 +121,12 @@ class Job:
     def _evaluated(self) -> int:
         """The step of the last evaluation, which older checkpoints tell only by the epochs that are done."""
         return max(self.position.evaluated_step, self.position.epoch * self.steps_per_epoch)
+
+    @property
+    def best(self) -> str:
+        """The value that best.pt has of all evaluations, such as "lowest test_loss"."""
+        task = self.data.task
+        return f"{'highest' if task.higher_is_better else 'lowest'} test_{task.headline}"
 
     @property
     def next_evaluation(self) -> int:
@@ -166,6 +178,8 @@ class Job:
             timed=self.throughput.timed(),
             data=self.data.fingerprints,
             skipped_steps=self.guard.skipped,
+            code=self.code,
+            best=self.best,
         )
         if self.record and not self.writer:
             self.writer = CheckpointWriter(self.record.checkpoints.write, self.stop.fail)

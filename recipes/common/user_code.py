@@ -50,11 +50,24 @@ def digests(args: Options) -> dict[str, str]:
     return found
 
 
+def own_code() -> dict[str, str]:
+    """Return a digest of each imported file of the user's own code, by its module's name."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        path = Path(getattr(module, "__file__", None) or "")
+        is_ours = name.partition(".")[0] in ("__main__", "__mp_main__", "recipes", "scripts")
+        if path.suffix == ".py" and not is_ours and is_own(path) and path.is_file():
+            found[name] = f"{zlib.crc32(path.read_bytes()):08x}"
+    return found
+
+
+STDLIB = sysconfig.get_path("stdlib")
+
+
 def is_own(path: Path) -> bool:
     """Return whether a file of code is the user's: not a recipe's, Python's or a package's."""
     is_package = bool({"site-packages", "dist-packages"} & set(path.parts))
-    stdlib, common = sysconfig.get_path("stdlib"), Path(__file__).parent
-    return not (is_package or path.is_relative_to(stdlib) or path.is_relative_to(common))
+    return not (is_package or path.is_relative_to(STDLIB) or path.is_relative_to(Path(__file__).parent))
 
 
 def import_user_code(flag: str, text: str) -> Callable[..., Any]:

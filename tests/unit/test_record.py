@@ -110,6 +110,11 @@ class TestRecord:
         record = self.open_complete(tmp_path)
         record.print_result(record.write_result(headline="test_bits", world_size=1, test_bits=1.0))
         assert "test_error=0.2500" in capsys.readouterr().out.splitlines()[-1]
+        (record.folder / "result.json").unlink()  # as of a run that was killed before it could write it
+        record.print_result(
+            self.open_complete(tmp_path).write_result(headline="x", world_size=1, samples_per_s=1.0)
+        )
+        assert "x=nan" in capsys.readouterr().out.splitlines()[-1]
 
     @pytest.mark.parametrize(("value", "shown"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
     def test_a_result_that_is_not_finite_is_json_and_printed_as_it_is(self, tmp_path, capsys, value, shown):

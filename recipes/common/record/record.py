@@ -300,7 +300,7 @@ class Record:
     def print_result(self, final: dict[str, Any]) -> None:
         """Print the line that ends a completed run."""
         headline = final["headline"]
-        value = math.nan if final[headline] is None else final[headline]
+        value = math.nan if final.get(headline) is None else final[headline]
         result = f"recipe={final['recipe']} world_size={final['world_size']} {headline}={value:.4f}"
         speeds = [f" {name}={speed:.0f}" for name, speed in final.items() if name.endswith("_per_s")]
         self.progress.say(f"result {result}{''.join(speeds)} record={self.folder}")
