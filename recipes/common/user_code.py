@@ -85,7 +85,9 @@ def import_user_code(flag: str, text: str) -> Callable[..., Any]:
             fix = f"put {error.name.replace('.', '/')}.py into {os.getcwd()}, or its folder into PYTHONPATH"
             raise UserError(f"{flag} {text}: there is no module {error.name!r}; {fix}") from None
         raise refusal(f"{flag} {text}: importing {module_name} failed", error) from error
-    except (Exception, SystemExit) as error:  # a script without a __main__ guard calls sys.exit()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a script without a __main__ guard calls sys.exit(); Rust may panic
         raise refusal(f"{flag} {text}: importing {module_name} failed", error) from error
     found = getattr(module, name, None)
     if not callable(found):
@@ -100,9 +102,9 @@ def call_user_code(what: str, function: Callable[..., Any], *values: Any) -> Any
     """Return the result of a user's function; raises UserError, with the line, if the function raises an error."""
     try:
         return function(*values)
-    except UserError:
+    except (UserError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         raise refusal(f"{what} failed", error) from error
 
 

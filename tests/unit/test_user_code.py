@@ -60,6 +60,24 @@ class ExitsAt7(Noisy):
     def __getitem__(self, index):
         return sys.exit("no sample") if index == 7 else super().__getitem__(index)
 
+class Panic(BaseException):
+    "As extensions that are written in Rust raise it."
+
+class PanicsAt7(Noisy):
+    def __getitem__(self, index):
+        if index == 7:
+            raise Panic("called `Option::unwrap()` on a `None` value")
+        return super().__getitem__(index)
+
+class InterruptsAt7(Noisy):
+    def __getitem__(self, index):
+        if index == 7:
+            raise KeyboardInterrupt
+        return super().__getitem__(index)
+
+def panics(*args):
+    raise Panic("no GPU")
+
 class Graph(Noisy):
     def __getitem__(self, index):
         return 2 * X[index].requires_grad_(), index % 3
@@ -302,6 +320,8 @@ NUMBER = 3
 data = lambda: {"train": (X, X.sum(1)), "test": (X[:4], X[:4].sum(1)), "target": "values"}
 classes = lambda: {"train": (X, torch.arange(12) % 3), "test": (X, torch.arange(12) % 3), "target": "class", "num_classes": 3}
 broken_at_7 = lambda: {**noisy(), "train": BrokenAt7()}
+panics_at_7 = lambda: {**noisy(), "train": PanicsAt7()}
+interrupts_at_7 = lambda: {**noisy(), "train": InterruptsAt7()}
 exits_at_7 = lambda: {**noisy(), "train": ExitsAt7()}
 graph = lambda: {**noisy(), "train": Graph(), "test": (2 * X.clone().requires_grad_(), torch.arange(12) % 3)}
 sparse = lambda: {**noisy(), "train": (X.to_sparse(), torch.arange(12) % 3)}
@@ -348,6 +368,7 @@ def modules(tmp_path, monkeypatch):
         "syntax": "def f(:\n",
         "needs": "import not_installed\n",
         "exits": "import sys\nsys.exit(0)\n",
+        "panics": "raise BaseException('at once')\n",
     }
     for name, text in texts.items():
         (tmp_path / f"{name}.py").write_text(text)
@@ -439,18 +460,26 @@ def test_a_lock_goes_to_a_worker_alone():
     assert labels.tolist() == [0, 2]
 
 
-def read_bad_sample(name, *indices):
+def read_bad_sample(name, *indices, workers=0):
     """Return the training samples of these indices, and the one error that is reported."""
     errors = []
-    args = options(["--data", f"mine:{name}", "--model", "mine:net", "--workers", "0"])
+    args = options(["--data", f"mine:{name}", "--model", "mine:net", "--workers", str(workers)])
     ((inputs, labels),) = load_data(args, CPU, errors.append).train.batches([torch.tensor(indices)], 0)
     (error,) = map(str, errors)
     return inputs, labels.tolist(), error
 
 
-@pytest.mark.parametrize(("name", "reason"), [("broken", "KeyError: 7"), ("exits", "SystemExit: no sample")])
-def test_a_sample_that_raises_an_error_is_reported_and_replaced(name, reason):
-    inputs, labels, error = read_bad_sample(f"{name}_at_7", 7, 3)
+@pytest.mark.parametrize(
+    ("name", "reason", "workers"),
+    [
+        ("broken", "KeyError: 7", 0),
+        ("exits", "SystemExit: no sample", 0),
+        ("panics", "Panic: called `Option::unwrap()` on a `None` value", 0),
+        ("interrupts", "KeyboardInterrupt: ", 1),
+    ],
+)
+def test_a_sample_that_raises_an_error_is_reported_and_replaced(name, reason, workers):
+    inputs, labels, error = read_bad_sample(f"{name}_at_7", 7, 3, workers=workers)
     assert (inputs.shape, labels) == ((2, 2), [0, 0])
     assert error.startswith(f"--data mine:{name}_at_7: 'train'[7] failed: {reason} (")
     assert error.endswith("; fix it, then add --resume auto")
@@ -488,6 +517,11 @@ def test_a_sample_unlike_the_others_is_reported_and_replaced(name, labels, said)
     inputs, found, error = read_bad_sample(f"{name}_at_7", 7, 4)
     assert (inputs.shape, found) == ((2, 2), labels)
     assert re.fullmatch(rf"--data mine:{name}_at_7: 'train'\[7\]:? {re.escape(said)}", error)
+
+
+def test_ctrl_c_ends_a_rank_that_reads_the_samples_itself():
+    with pytest.raises(KeyboardInterrupt):
+        read_bad_sample("interrupts_at_7", 7, 3)
 
 
 def test_samples_of_lists_and_numbers_become_tensors():
@@ -639,6 +673,8 @@ DOES_NOT_FIT = [
     (("--model", "needs:net"), "importing needs failed: ModuleNotFoundError: No module named 'not_installed' ({folder}/needs.py, line 1)"),
     (("--model", "exits:net"), "--model exits:net: importing exits failed: SystemExit: 0 ({folder}/exits.py, line 2); fix it"),
     (("--model", "mine:fails"), "--model mine:fails failed: ZeroDivisionError: division by zero ({folder}/mine.py, line "),
+    (("--model", "mine:panics"), "--model mine:panics failed: Panic: no GPU ({folder}/mine.py, line "),
+    (("--model", "panics:net"), "importing panics failed: BaseException: at once ({folder}/panics.py, line 1); fix it"),
     (("--model", "mine:reads"), "JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1) ({folder}/mine.py,"),
     (("--data", "mine:class_3"), "--data mine:class_3: 'train': target 3 is not in 0 to 2; fix it, or \"num_classes\""),
     (("--data", "mine:ascii"), '--data mine:ascii: bytes have 256 values; set "num_classes" to 256, or "target" to "tokens"'),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from recipes.common.data.splits import Batch, Data, MemorySplit, Spec, Split, digest
 from recipes.common.data.workers import LoadedSplit, Sample, check_sendable, read_evenly
@@ -74,7 +74,9 @@ class SeededSamples(Dataset[Any]):
             try:
                 inputs, targets = map(_as_tensor, self.samples[index])
                 specs, wrong = _specs(inputs, targets), self.numbers.wrong(inputs, targets)
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt) and not get_worker_info():
+                    raise
                 return Sample(*self.first, str(refusal(f"{what} failed", error, fix)))
         if specs != _specs(*self.first):
             like = f"{self.what.rpartition(' ')[2]}[0] {describe(_specs(*self.first))}"
