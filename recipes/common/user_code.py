@@ -89,6 +89,7 @@ def import_user_code(flag: str, text: str) -> Callable[..., Any]:
         raise
     except BaseException as error:  # a script without a __main__ guard calls sys.exit(); Rust may panic
         raise refusal(f"{flag} {text}: importing {module_name} failed", error) from error
+    check_default_device(f"{flag} {text}: importing {module_name}")
     found = getattr(module, name, None)
     if not callable(found):
         what = "is not a function or class" if hasattr(module, name) else "does not exist"
@@ -101,11 +102,25 @@ def import_user_code(flag: str, text: str) -> Callable[..., Any]:
 def call_user_code(what: str, function: Callable[..., Any], *values: Any) -> Any:
     """Return the result of a user's function; raises UserError, with the line, if the function raises an error."""
     try:
-        return function(*values)
+        result = function(*values)
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:
         raise refusal(f"{what} failed", error) from error
+    check_default_device(what)
+    return result
+
+
+def check_default_device(what: str) -> None:
+    """Raise UserError if new tensors are not on the CPU by default any more: ranks exchange some of their own."""
+    try:
+        device = str(torch.get_default_device())
+    except (RuntimeError, AssertionError):  # a GPU without a driver, or with a torch for CPUs
+        device = "one that is not there"
+    if device != "cpu":
+        torch.set_default_device(None)  # for what ranks exchange about this error
+        fix = "leave torch.set_default_device() out, the recipe moves the data and the model"
+        raise UserError(f"{what} sets torch's default device to {device}; {fix}")
 
 
 def build_user_task(args: Options) -> Task:

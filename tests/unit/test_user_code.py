@@ -75,6 +75,10 @@ class InterruptsAt7(Noisy):
             raise KeyboardInterrupt
         return super().__getitem__(index)
 
+def on_default(data):
+    torch.set_default_device("meta")
+    return nn.Linear(2, 3)
+
 def panics(*args):
     raise Panic("no GPU")
 
@@ -368,6 +372,8 @@ def modules(tmp_path, monkeypatch):
         "syntax": "def f(:\n",
         "needs": "import not_installed\n",
         "exits": "import sys\nsys.exit(0)\n",
+        "meta": "import torch\ntorch.set_default_device('meta')\n",
+        "gpu": "import torch\ntorch.set_default_device('cuda')\n",
         "panics": "raise BaseException('at once')\n",
     }
     for name, text in texts.items():
@@ -675,6 +681,9 @@ DOES_NOT_FIT = [
     (("--model", "mine:fails"), "--model mine:fails failed: ZeroDivisionError: division by zero ({folder}/mine.py, line "),
     (("--model", "mine:panics"), "--model mine:panics failed: Panic: no GPU ({folder}/mine.py, line "),
     (("--model", "panics:net"), "importing panics failed: BaseException: at once ({folder}/panics.py, line 1); fix it"),
+    (("--model", "meta:net"), "--model meta:net: importing meta sets torch's default device to meta; leave torch.set_default_device() out, "),
+    (("--model", "gpu:net"), "--model gpu:net: importing gpu sets torch's default device to one that is not there; leave torch.set"),
+    (("--model", "mine:on_default"), "--model mine:on_default sets torch's default device to meta; leave torch.set_default_device() out, the"),
     (("--model", "mine:reads"), "JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1) ({folder}/mine.py,"),
     (("--data", "mine:class_3"), "--data mine:class_3: 'train': target 3 is not in 0 to 2; fix it, or \"num_classes\""),
     (("--data", "mine:ascii"), '--data mine:ascii: bytes have 256 values; set "num_classes" to 256, or "target" to "tokens"'),
