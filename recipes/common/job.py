@@ -88,6 +88,8 @@ class Job:
         """Whether the first step has yet to show what the user's optimizer keeps for checkpoints."""
         self.is_unseen_model = is_user_code(self.args.model) and self.peers.world_size * len(self.devices) > 1
         """Whether the first step has yet to show if losses depend on the number of processes."""
+        self.has_warned = False
+        """Whether a step without a target that counts has been warned of."""
         self.code = dict[str, str]()
         """Digests of the user's code."""
         if self.args.has_user_code:

@@ -64,6 +64,10 @@ class Breaks:
             raise ValueError(f"sample {index} is broken")
         return torch.full((2,), index / 64), index % 3
 
+class Unlabelled(Breaks):
+    def __getitem__(self, index):
+        return super().__getitem__(index)[0], -100 if index < int(os.environ["LABELLED"]) else 1
+
 class BrokenMetric(SquaredError):
     def metric_sums(self, output, target):
         if len(output) > 2 and os.environ.get("BREAK") == "task":
@@ -304,6 +308,7 @@ class Leaves(TwoToThree):
         return super().forward(inputs)
 
 breaks = lambda: {"train": Breaks(), "test": Breaks(), "target": "class", "num_classes": 3}
+unlabelled = lambda: {**breaks(), "train": Unlabelled()}
 line = lambda data: nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 1))
 broken_line = lambda data: BrokenModel(nn.Linear(2, 8), nn.Linear(8, 1))
 buffered = lambda data: nn.Sequential(Buffered())
@@ -465,6 +470,16 @@ def test_a_sample_that_raises_an_error_ends_all_ranks_with_one_line(run, start, 
         start("ddp", 2, *argv, "--workers", "0", "--resume", "auto").wait(check=True)
         whole = run("single", 1, *argv, "--workers", "0")
         assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=1e-5)
+
+
+@pytest.mark.parametrize(("recipe", "world_size"), [("single", 1), ("ddp", 2), *slow(("pipeline", 2))])
+@pytest.mark.parametrize("labelled", [64, 63])
+def test_a_step_in_which_no_target_counts_is_warned_of_once(start, recipe, world_size, labelled):
+    """Its loss is 0, as if the model were perfect. Of 64 samples, the last one may count."""
+    argv = ("--data", "mine:unlabelled", "--model", "mine:net", "--max-steps", "3", "--global-batch-size", "64")
+    outcome = start(recipe, world_size, *argv, LABELLED=str(labelled)).wait(check=True)
+    warning = "warning: no target of step 1 counts (those of class -100 do not), so its loss is 0"
+    assert outcome.text.count(warning) == outcome.text.count("warning: no target") == (labelled == 64)
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,14 @@ class TooFew(Fit):
     def metric_sums(self, output, target):
         return ()
 
+class NoCount(Fit):
+    def count(self, target):
+        return (target > 0).sum(1)
+
+class CountsEach(Fit):
+    def count(self, target):
+        return target > 0
+
 class NoTuple(Fit):
     def metric_sums(self, output, target):
         return (output.flatten() - target).abs().sum()
@@ -334,6 +342,7 @@ big_endian = lambda: {**noisy(), "train": [(X.numpy()[0].astype(">f4"), 0)]}
 scalars = lambda: {**noisy(), "train": (torch.tensor(1.0), torch.tensor(0))}
 no_length = lambda: {**noisy(), "train": NoLength()}
 longer_at_7 = lambda: {**noisy(), "train": LongerAt7()}
+unlabelled = lambda: {**noisy(), "train": (X, torch.full((12,), -100))}
 class_3 = lambda: {**noisy(), "train": (X, torch.arange(len(X)) % 4)}
 class_3_at_7 = lambda: {**noisy(), "train": Class3At7()}
 lists = lambda: {"train": Lists(), "test": Lists(), "target": "values"}
@@ -686,6 +695,7 @@ DOES_NOT_FIT = [
     (("--model", "mine:on_default"), "--model mine:on_default sets torch's default device to meta; leave torch.set_default_device() out, the"),
     (("--model", "mine:reads"), "JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1) ({folder}/mine.py,"),
     (("--data", "mine:class_3"), "--data mine:class_3: 'train': target 3 is not in 0 to 2; fix it, or \"num_classes\""),
+    (("--data", "mine:unlabelled"), "--data mine:unlabelled: 'train': all targets are -100, so no sample counts; give classes"),
     (("--data", "mine:ascii"), '--data mine:ascii: bytes have 256 values; set "num_classes" to 256, or "target" to "tokens"'),
     (("--data", "mine:token_9"), "--data mine:token_9: 'train': input 9 is not in 0 to 8; fix it"),
     (("--data", "mine:token_skipped"), "mine:token_skipped: 'test': target -100 is not in 0 to 8; fix it"),
@@ -712,6 +722,8 @@ DOES_NOT_FIT = [
     (("--data", "mine:classes", "--model", "mine:Named"), "takes 1 positional argument but 2 were given; fix it and start again"),
     ((*FIT, "mine:NoGradient"), "loss_sum() has to return a scalar tensor that gradients come from"),
     ((*FIT, "mine:TooFew"), "metric_sums() returned a tuple that does not fit; return a tuple, a value for each"),
+    ((*FIT, "mine:NoCount"), "count() failed: IndexError: Dimension out of range (expected to be in range of [-1, 0], but got 1) ({folder}/mine.py, line "),
+    ((*FIT, "mine:CountsEach"), "count() failed: "),
     ((*FIT, "mine:NoTuple"), "metric_sums() returned a Tensor that does not fit; return a tuple, a value for each"),
     (("--data", "mine:classes", "--model", "mine:KeepsObject"), "--model mine:KeepsObject: no checkpoint gives back _extra_state, a Generator; let get_extra_state() return"),
     ((*FIT, "mine:NoNumber"), "--task NoNumber: derive() returned a list as 'rms_error'; return a number"),

@@ -127,6 +127,8 @@ def load_user_data(args: Options, device: torch.device, on_fault: Callable[[User
             return LoadedSplit(dataset, args, device, on_fault)
         if wrong := numbers.wrong(*samples):
             raise UserError(f'{name}: {wrong}; fix it, or "num_classes"')
+        if numbers.may_skip and half == "train" and bool((samples[1] == SKIPPED).all()):
+            raise UserError(f"{name}: all targets are {SKIPPED}, so no sample counts; give classes")
         return MemorySplit(*(tensor.to(device) for tensor in samples))
 
     return Data(split("train"), split("test"), inputs, targets, num_classes, kind)
