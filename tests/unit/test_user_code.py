@@ -166,6 +166,11 @@ class TooFew(Fit):
     def metric_sums(self, output, target):
         return ()
 
+class ChangesOutput(Fit):
+    def loss_sum(self, output, target):
+        output[:, 0] -= target
+        return output[:, 0].square().sum()
+
 class NoCount(Fit):
     def count(self, target):
         return (target > 0).sum(1)
@@ -203,6 +208,10 @@ class Count(Task):
         return nn.functional.cross_entropy(output, target, reduction="sum")
     def metric_sums(self, output, target):
         return ((output.argmax(1) == target).sum(),)
+
+class ChangesTarget(Count):
+    def metric_sums(self, output, target):
+        return (target.clamp_(max=1).eq(output.argmax(1)).sum(),)
 
 class Share(Count):
     def metric_sums(self, output, target):
@@ -722,6 +731,8 @@ DOES_NOT_FIT = [
     (("--data", "mine:classes", "--model", "mine:Named"), "takes 1 positional argument but 2 were given; fix it and start again"),
     ((*FIT, "mine:NoGradient"), "loss_sum() has to return a scalar tensor that gradients come from"),
     ((*FIT, "mine:TooFew"), "metric_sums() returned a tuple that does not fit; return a tuple, a value for each"),
+    ((*FIT, "mine:ChangesOutput"), "--task ChangesOutput on outputs (2, 1) and targets (2,): it changes output or target in place; let it change a copy"),
+    ((*WELL, "--task", "mine:ChangesTarget"), "it changes output or target in place; let it change a copy"),
     ((*FIT, "mine:NoCount"), "count() failed: IndexError: Dimension out of range (expected to be in range of [-1, 0], but got 1) ({folder}/mine.py, line "),
     ((*FIT, "mine:CountsEach"), "count() failed: "),
     ((*FIT, "mine:NoTuple"), "metric_sums() returned a Tensor that does not fit; return a tuple, a value for each"),
