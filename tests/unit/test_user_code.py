@@ -300,6 +300,20 @@ class Untrue(nn.Module):
     def forward(self, inputs):
         return self.two(self.one(inputs)) + 1
 
+class Doubles(nn.Module):
+    def forward(self, inputs):
+        return inputs.mul_(2)
+
+class InPlace(nn.Sequential):
+    is_sequence = True
+
+class Centres(nn.Linear):
+    def forward(self, inputs):
+        return super().forward(inputs - inputs.mean(0))
+
+in_place = lambda data: InPlace(Doubles(), nn.Linear(2, 3))
+centres_in_place = lambda data: InPlace(Doubles(), Centres(2, 3))
+
 class Views(nn.Module):
     def __init__(self, data):
         super().__init__()
@@ -770,6 +784,12 @@ DOES_NOT_FIT = [
 def test_what_does_not_fit_is_one_line_with_the_fix(tmp_path, argv, message):
     with refused(message.format(folder=tmp_path)):
         load(*argv)
+
+
+def test_a_model_that_changes_its_inputs_in_place_is_checked_on_the_same_inputs():
+    """It is a sequence of layers, and whether it mixes samples can be seen."""
+    for name, mixes in (("in_place", False), ("centres_in_place", True)):
+        assert load("--data", "mine:classes", "--model", f"mine:{name}")[1].mixes_samples is mixes
 
 
 def test_a_model_of_your_own_keeps_its_layout_unless_channels_last_is_given():
