@@ -86,16 +86,16 @@ class Job:
         self.eval_batch_size = self.eval_batch_size or min(EVAL_BATCH_SIZE, part)
         self.is_unseen_optimizer = is_user_code(self.args.optimizer)
         """Whether the first step has yet to show what the user's optimizer keeps for checkpoints."""
-        self.is_unseen_model = is_user_code(self.args.model) and self.peers.world_size * len(self.devices) > 1
-        """Whether the first step has yet to show if losses depend on the number of processes."""
+        self.is_unseen_model = is_user_code(self.args.model)
+        """Whether the first step has yet to show if the model fits checkpoints, and losses depend on the ranks."""
         self.has_warned = False
         """Whether a step without a target that counts has been warned of."""
-        self.code = dict[str, str]()
-        """Digests of the user's code."""
+        self.code, self.state_shapes = dict[str, str](), dict[str, tuple[int, ...]]()
+        """Digests of the user's code, and the shapes of the model's state before the training."""
         if self.args.has_user_code:
-            from recipes.common.user_code import own_code
+            from recipes.common.user_code import own_code, state_shapes
 
-            self.code = own_code()
+            self.code, self.state_shapes = own_code(), state_shapes(self.model)
         self.throughput = Throughput(self.args.global_batch_size, self.device)
         self.guard = Guard(self.device, self.stop)
         if self.args.on_nonfinite == "skip":

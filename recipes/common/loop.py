@@ -311,6 +311,7 @@ def train_until_evaluation(job: Job, technique: Technique) -> int:
 def warn_if_none_counts(job: Job, targets: Tensor) -> None:
     """Warn, once, if no target of a step whose loss is 0 counts; call it on all ranks."""
     counted = torch.zeros((), device=job.device) + job.data.task.count(targets)
+    # Log: sums how many count on each rank: 4 bytes a rank.
     with job.peers.watch("metrics"):
         job.peers.sum_tensor(counted)
     if not counted and not job.has_warned:

@@ -195,6 +195,21 @@ def check_restorable(what: str, name: str, value: Any, fix: str) -> None:
         raise UserError(f"{what}: no checkpoint gives back {name}, {name_of(value)}; {fix}") from error
 
 
+def state_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each entry of a model's state dict, () for what is no tensor."""
+    return {name: tuple(getattr(value, "shape", ())) for name, value in model.state_dict().items()}
+
+
+def check_state_stays(args: Options, model: nn.Module, before: dict[str, tuple[int, ...]]) -> None:
+    """Raise UserError if a step has changed the names or shapes of a model's state: no resume could load it."""
+    now = state_shapes(model)
+    if changed := [name for name in {**before, **now} if before.get(name) != now.get(name)]:
+        was, is_now = (shapes.get(changed[0], "missing") for shapes in (before, now))
+        what = f"its state changes in training: {changed[0]} is {was} before it and {is_now} after the first step"
+        fix = "make all parameters and buffers in __init__(), with their final shapes"
+        raise UserError(f"--model {args.model}: {what}; {fix}")
+
+
 def add_derived(means: dict[str, float], task: Task) -> dict[str, float]:
     """Return the averages and what the task derives from them, as floats: a checkpoint accepts nothing else.
 

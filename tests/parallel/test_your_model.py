@@ -296,6 +296,22 @@ class Puts(torch.autograd.Function):
     def backward(ctx, gradient):
         return gradient.clone().put_(torch.tensor([0]), gradient.flatten()[:1])
 
+class Late(TwoToThree):
+    "On the last rank, its training makes a parameter, which no optimizer has."
+    def forward(self, inputs):
+        is_last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+        if self.training and is_last and not hasattr(self, "late"):
+            self.late = nn.Parameter(torch.zeros(3))
+        return super().forward(inputs)
+
+class Grows(TwoToThree):
+    def __init__(self, data):
+        super().__init__(data)
+        self.register_buffer("seen", torch.zeros(0))
+    def forward(self, inputs):
+        self.seen = torch.cat([self.seen, inputs.mean().view(1)]) if self.training else self.seen
+        return super().forward(inputs)
+
 class Unrepeatable(nn.Module):
     def forward(self, inputs):
         return Puts.apply(inputs)
@@ -665,6 +681,23 @@ def test_an_operation_that_cannot_be_repeated_is_named_in_one_line(start, recipe
     assert (set(outcome.statuses), set(outcome.errors)) == ({2}, {f"error: {fix}"}), outcome.text
     assert len(outcome.errors) == (2 if recipe == "horovod" else 1), "ranks of Horovod share no store"
     assert "Traceback" not in outcome.text
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world_size", "model", "what"),
+    [
+        ("single", 1, "Grows", "seen is (0,) before it and (1,) after the first step"),
+        ("ddp", 2, "Late", "late is missing before it and (3,) after the first step"),
+        *slow(("fsdp", 2, "Grows", "seen is (0,) before it and (1,) after the first step")),
+    ],
+)
+def test_a_model_whose_state_changes_in_training_is_refused(start, recipe, world_size, model, what):
+    """No resume could load its checkpoints, and nothing trains a parameter that comes later."""
+    fix = "make all parameters and buffers in __init__(), with their final shapes"
+    who = "rank 1: " * (model == "Late")
+    argv = ("--data", "mine:spirals", "--model", f"mine:{model}")
+    line = start(recipe, world_size, *argv).wait(60).refusal
+    assert line == f"error: {who}--model mine:{model}: its state changes in training: {what}; {fix}"
 
 
 @pytest.mark.parametrize(("recipe", "world_size"), [("single", 1), ("ddp", 2)])
