@@ -521,8 +521,8 @@ class StopsInEvaluation(Classification):
     batches = 0
 
     def count(self, target):
-        type(self).batches += 1
-        if self.batches == 1:
+        type(self).batches += len(target) > 2  # the check before the training has two samples
+        if self.batches == 1 and len(target) > 2:
             signal.raise_signal(signal.SIGUSR1)
         return super().count(target)
 
