@@ -76,7 +76,7 @@ def recipe_spec(recipe: str, options: list[str]) -> ContainerSpec:
     cache = Path(cache_dir).resolve() if cache_dir else None
     environment: dict[str, str] = {}
     volumes = [bind(cache, "/cache")] if cache else []
-    if any(":" in read_option(flag, "", options) for flag in ("--model", "--data", "--task")):
+    if any(":" in read_option(flag, "", options) for flag in ("--model", "--data", "--task", "--optimizer")):
         # The caller's modules. The recipes are those of the image, whose folder comes before PYTHONPATH.
         environment = {"PYTHONPATH": "/code"}
         volumes.append({**bind(os.getcwd(), "/code"), "read_only": True})
@@ -192,7 +192,7 @@ def removed_at_end(compose: list[str], environment: dict[str, str]) -> Iterator[
 @command
 def main(argv: list[str]) -> int:
     """Start a container for each node, wait for all, and return the job's exit status."""
-    args = parse_args(argv, "python -m docker.compose", __doc__)
+    args = parse_args(argv, "python -m docker.compose", __doc__, hides=True)
     recipe = check_recipe(args.recipe)
     if (args.min_nodes, args.max_restarts) != (None, None):
         raise UserError("MIN_NODES: WITH=docker does not restart lost containers; drop one of the two")

@@ -65,6 +65,17 @@ def read_result(run: Run, status: int) -> dict[str, Any]:
     return {}
 
 
+def cell(name: str, value: float | None) -> str:
+    """Return a figure as text, with as many decimals in all rows, or a dash for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return str(value)
+    if name.endswith("_per_s"):
+        return f"{value:,.0f}"
+    return f"{value:.3e}" if 0 < abs(value) < 0.001 else f"{value:.4f}"
+
+
 def report(runs: Sequence[Run], statuses: Sequence[int]) -> None:
     """Print the results of a sweep as a table, with the headline figure of each task, such as its accuracy."""
     results = [read_result(run, status) for run, status in zip(runs, statuses, strict=True)]
@@ -75,8 +86,7 @@ def report(runs: Sequence[Run], statuses: Sequence[int]) -> None:
         columns = ["world_size", *headlines, "samples_per_s"]
     rows = [["run", *runs[0].point, *columns]]
     for run, result in zip(runs, results, strict=True):
-        shown = ["-" if result.get(name) is None else f"{result[name]:.4g}" for name in columns]
-        rows.append([run.folder.name, *run.point.values(), *shown])
+        rows.append([run.folder.name, *run.point.values(), *(cell(name, result.get(name)) for name in columns)])
     print(markdown_table(rows), flush=True)
 
 

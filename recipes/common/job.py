@@ -86,8 +86,16 @@ class Job:
         self.eval_batch_size = self.eval_batch_size or min(EVAL_BATCH_SIZE, part)
         self.is_unseen_optimizer = is_user_code(self.args.optimizer)
         """Whether the first step has yet to show what the user's optimizer keeps for checkpoints."""
-        self.is_unseen_model = is_user_code(self.args.model) and self.peers.world_size * len(self.devices) > 1
-        """Whether the first step has yet to show if losses depend on the number of processes."""
+        self.is_unseen_model = is_user_code(self.args.model)
+        """Whether the first step has yet to show if the model fits checkpoints, and losses depend on the ranks."""
+        self.has_warned = False
+        """Whether a step without a target that counts has been warned of."""
+        self.code, self.state_shapes = dict[str, str](), dict[str, tuple[int, ...]]()
+        """Digests of the user's code, and the shapes of the model's state before the training."""
+        if self.args.has_user_code:
+            from recipes.common.user_code import own_code, state_shapes
+
+            self.code, self.state_shapes = own_code(), state_shapes(self.model)
         self.throughput = Throughput(self.args.global_batch_size, self.device)
         self.guard = Guard(self.device, self.stop)
         if self.args.on_nonfinite == "skip":
@@ -115,6 +123,12 @@ class Job:
     def _evaluated(self) -> int:
         """The step of the last evaluation, which older checkpoints tell only by the epochs that are done."""
         return max(self.position.evaluated_step, self.position.epoch * self.steps_per_epoch)
+
+    @property
+    def best(self) -> str:
+        """The value that best.pt has of all evaluations, such as "lowest test_loss"."""
+        task = self.data.task
+        return f"{'highest' if task.higher_is_better else 'lowest'} test_{task.headline}"
 
     @property
     def next_evaluation(self) -> int:
@@ -166,6 +180,8 @@ class Job:
             timed=self.throughput.timed(),
             data=self.data.fingerprints,
             skipped_steps=self.guard.skipped,
+            code=self.code,
+            best=self.best,
         )
         if self.record and not self.writer:
             self.writer = CheckpointWriter(self.record.checkpoints.write, self.stop.fail)
@@ -340,7 +356,8 @@ class Job:
         """Write result.json on rank 0; return its content ({} on other ranks)."""
         if not self.record:
             return {}
-        task, best = self.data.task, self.position.best_score
+        task, score = self.data.task, self.position.best_score
+        best = math.nan if score == -math.inf else score  # no evaluation has given a number
         result: dict[str, float | str] = {
             "world_size": self.peers.world_size,
             "step": self.position.step,
@@ -357,6 +374,7 @@ class Job:
             samples_per_s=self.throughput.overall(),
             **self._units_per_s(self.throughput.overall()),
             samples=self.position.step * self.args.global_batch_size,
+            epochs=self.position.step / self.steps_per_epoch,
             train_s=self.throughput.timed()["seconds"],
             sent_bytes_per_step=self.throughput.sent_per_step(),
             peak_memory_bytes=max(map(peak_memory_bytes, self.devices)),

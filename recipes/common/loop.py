@@ -27,6 +27,7 @@ from recipes.common.options import Options, check_batch
 from recipes.common.process.signals import FAIL, GO, STOP, Stop, vote_interval
 from recipes.common.record.record import Record, open_run
 from recipes.common.seeding import choose_kernels, seed_step
+from recipes.common.task import SKIPPED
 from recipes.common.world.agreement import load_same_data, raise_on_all_ranks, run_on_all_ranks, shard
 from recipes.common.world.peers import Peers
 from recipes.common.world.places import Place, place_of
@@ -296,6 +297,8 @@ def train_until_evaluation(job: Job, technique: Technique) -> int:
             with peers.watch("metrics"):
                 peers.sum_tensor(loss_sum)
                 loss = loss_sum.item()
+            if not loss:
+                warn_if_none_counts(job, targets)
             job.log_step(loss, rate)
         if decision == STOP:
             break
@@ -305,6 +308,18 @@ def train_until_evaluation(job: Job, technique: Technique) -> int:
             job.profile.end_step()
     job.pause()
     return decision
+
+
+def warn_if_none_counts(job: Job, targets: Tensor) -> None:
+    """Warn, once, if no target of a step whose loss is 0 counts; call it on all ranks."""
+    counted = torch.zeros((), device=job.device) + job.data.task.count(targets)
+    # Log: sums how many count on each rank: 4 bytes a rank.
+    with job.peers.watch("metrics"):
+        job.peers.sum_tensor(counted)
+    if not counted and not job.has_warned:
+        job.has_warned = True
+        what = f"no target of step {job.position.step} counts (those of class {SKIPPED} do not)"
+        job.say(f"warning: {what}, so its loss is 0")
 
 
 def run_passes(job: Job, technique: Technique, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -109,7 +109,8 @@ class Guard:
         """Return whether the weights after a step may be saved; if not, the error becomes this rank's vote."""
         if isinstance(self.stop.error, NonFiniteError):
             return False
-        sums = [weight.sum(dtype=torch.float32) for weight in weights]  # not of squares, which overflow earlier
+        parts = (torch.view_as_real(weight) if weight.is_complex() else weight for weight in weights)
+        sums = [part.sum(dtype=torch.float32) for part in parts]  # not of squares, which overflow earlier
         stacked = torch.stack([value.to(sums[0].device) for value in sums])  # to read the GPU once
         if not torch.isfinite(stacked).all():
             self.fail(step, False, "it has spoilt the weights, which are not saved")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import torch
@@ -36,6 +37,12 @@ def restore(job: Job, content: dict[str, Any]) -> None:
     job.position = position_of(content, job.steps_per_epoch, job.total_steps)
     if text := data_change_warning(content.get("data", {}), job.data.fingerprints):
         job.say(text)
+    before = content.get("code", {})
+    if changed := [name for name, own in job.code.items() if before.get(name, own) != own]:
+        job.say(f"warning: code has changed since the checkpoint was written: {', '.join(sorted(changed))}")
+    if (best := content.get("best", job.best)) != job.best and job.position.best_score > -math.inf:
+        job.position.best_score = -math.inf
+        job.say(f"warning: best.pt was the checkpoint of the {best}; from here on, it is that of the {job.best}")
     job.throughput.add_earlier(**content.get("timed", {}))
     job.guard.skipped = content.get("skipped_steps", 0)
 

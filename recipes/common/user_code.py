@@ -50,11 +50,24 @@ def digests(args: Options) -> dict[str, str]:
     return found
 
 
+def own_code() -> dict[str, str]:
+    """Return a digest of each imported file of the user's own code, by its module's name."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        path = Path(getattr(module, "__file__", None) or "")
+        is_ours = name.partition(".")[0] in ("__main__", "__mp_main__", "recipes", "scripts")
+        if path.suffix == ".py" and not is_ours and is_own(path) and path.is_file():
+            found[name] = f"{zlib.crc32(path.read_bytes()):08x}"
+    return found
+
+
+STDLIB = sysconfig.get_path("stdlib")
+
+
 def is_own(path: Path) -> bool:
     """Return whether a file of code is the user's: not a recipe's, Python's or a package's."""
     is_package = bool({"site-packages", "dist-packages"} & set(path.parts))
-    stdlib, common = sysconfig.get_path("stdlib"), Path(__file__).parent
-    return not (is_package or path.is_relative_to(stdlib) or path.is_relative_to(common))
+    return not (is_package or path.is_relative_to(STDLIB) or path.is_relative_to(Path(__file__).parent))
 
 
 def import_user_code(flag: str, text: str) -> Callable[..., Any]:
@@ -72,8 +85,11 @@ def import_user_code(flag: str, text: str) -> Callable[..., Any]:
             fix = f"put {error.name.replace('.', '/')}.py into {os.getcwd()}, or its folder into PYTHONPATH"
             raise UserError(f"{flag} {text}: there is no module {error.name!r}; {fix}") from None
         raise refusal(f"{flag} {text}: importing {module_name} failed", error) from error
-    except (Exception, SystemExit) as error:  # a script without a __main__ guard calls sys.exit()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a script without a __main__ guard calls sys.exit(); Rust may panic
         raise refusal(f"{flag} {text}: importing {module_name} failed", error) from error
+    check_default_device(f"{flag} {text}: importing {module_name}")
     found = getattr(module, name, None)
     if not callable(found):
         what = "is not a function or class" if hasattr(module, name) else "does not exist"
@@ -86,11 +102,25 @@ def import_user_code(flag: str, text: str) -> Callable[..., Any]:
 def call_user_code(what: str, function: Callable[..., Any], *values: Any) -> Any:
     """Return the result of a user's function; raises UserError, with the line, if the function raises an error."""
     try:
-        return function(*values)
-    except UserError:
+        result = function(*values)
+    except (UserError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         raise refusal(f"{what} failed", error) from error
+    check_default_device(what)
+    return result
+
+
+def check_default_device(what: str) -> None:
+    """Raise UserError if new tensors are not on the CPU by default any more: ranks exchange some of their own."""
+    try:
+        device = str(torch.get_default_device())
+    except (RuntimeError, AssertionError):  # a GPU without a driver, or with a torch for CPUs
+        device = "one that is not there"
+    if device != "cpu":
+        torch.set_default_device(None)  # for what ranks exchange about this error
+        fix = "leave torch.set_default_device() out, the recipe moves the data and the model"
+        raise UserError(f"{what} sets torch's default device to {device}; {fix}")
 
 
 def build_user_task(args: Options) -> Task:
@@ -163,6 +193,21 @@ def check_restorable(what: str, name: str, value: Any, fix: str) -> None:
     except Exception as error:  # pickle and torch raise a dozen kinds
         fix += " tensors, numbers, texts, or lists and dicts of them"
         raise UserError(f"{what}: no checkpoint gives back {name}, {name_of(value)}; {fix}") from error
+
+
+def state_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each entry of a model's state dict, () for what is no tensor."""
+    return {name: tuple(getattr(value, "shape", ())) for name, value in model.state_dict().items()}
+
+
+def check_state_stays(args: Options, model: nn.Module, before: dict[str, tuple[int, ...]]) -> None:
+    """Raise UserError if a step has changed the names or shapes of a model's state: no resume could load it."""
+    now = state_shapes(model)
+    if changed := [name for name in {**before, **now} if before.get(name) != now.get(name)]:
+        was, is_now = (shapes.get(changed[0], "missing") for shapes in (before, now))
+        what = f"its state changes in training: {changed[0]} is {was} before it and {is_now} after the first step"
+        fix = "make all parameters and buffers in __init__(), with their final shapes"
+        raise UserError(f"--model {args.model}: {what}; {fix}")
 
 
 def add_derived(means: dict[str, float], task: Task) -> dict[str, float]:

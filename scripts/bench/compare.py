@@ -67,7 +67,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "recipe": result["recipe"],
         "world_size": result["world_size"],
         "samples_per_s": result["samples_per_s"],
-        "epoch_s": result["train_s"] / len(epochs) if epochs else None,
+        "epoch_s": result["samples"] / result["epochs"] / speed if (speed := result["samples_per_s"]) else None,
         "target_s": reached[0] if reached else None,
         "peak_memory_mb": result["peak_memory_bytes"] / 1e6,
         "sent_kb": result["sent_bytes_per_step"] / result["world_size"] / 1e3,

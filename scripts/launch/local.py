@@ -377,20 +377,27 @@ def check_elastic(args: Namespace) -> tuple[int, int] | None:
 
 
 def parse_args(
-    argv: list[str], prog: str = "python -m scripts.launch.local", doc: str | None = __doc__
+    argv: list[str], prog: str = "python -m scripts.launch.local", doc: str | None = __doc__, hides: bool = False
 ) -> Namespace:
-    """Return the launcher's own arguments, with the recipe's (after --) in `options`; --help shows `doc`."""
+    """Return the launcher's own arguments, with the recipe's (after --) in `options`; --help shows `doc`.
+
+    With `hides`, --help leaves out the options that only scripts.launch.local takes.
+    """
+
+    def own(text: str) -> str:
+        return SUPPRESS if hides else text
+
     parser = CommandParser(prog, doc, RECIPE_OPTIONS)
     parser.add_argument("recipe", nargs="?", default="")
     parser.add_argument("--nodes", type=count, default=1, help="nodes on this machine")
     parser.add_argument("--nproc-per-node", type=count, help="processes per node (its GPUs, else 1)")
-    parser.add_argument("--min-nodes", type=count, help="elastic: least nodes to continue with")
+    parser.add_argument("--min-nodes", type=count, help=own("elastic: least nodes to continue with"))
     restarts = whole_number(0, 1000)
-    parser.add_argument("--max-restarts", type=restarts, help="elastic: restarts after failures (3)")
+    parser.add_argument("--max-restarts", type=restarts, help=own("elastic: restarts after failures (3)"))
     # NAMESPACE=ADDRESS,...: a network for each node, from scripts/lab/network.py
     parser.add_argument("--networks", default="", help=SUPPRESS)
     parser.add_argument("--name", default="", help="the run's name, with SCRIPT")
-    parser.add_argument("--list", action="store_true", help="list the recipes and exit")
+    parser.add_argument("--list", action="store_true", help=own("list the recipes and exit"))
     return parse(parser, argv)
 
 

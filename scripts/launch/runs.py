@@ -33,8 +33,9 @@ def last_step(run: Path) -> int:
 
 
 def read_losses(run: Path) -> dict[int, float]:
-    """Return the training loss of each logged step of a run; a skipped step's may be NaN, and is left out."""
-    return {row["step"]: row["loss"] for row in read_metrics(run) if row.get("loss") is not None}
+    """Return the training loss of each logged step of a run that is finite: a skipped step's may be not."""
+    losses = {row["step"]: row["loss"] for row in read_metrics(run) if row.get("loss") is not None}
+    return {step: loss for step, loss in losses.items() if math.isfinite(loss)}
 
 
 def differences(losses: dict[int, float], reference: dict[int, float]) -> dict[int, float]:

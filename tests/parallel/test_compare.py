@@ -1,6 +1,7 @@
 """Recipes side by side: the figures of real runs, and the table and picture that are made of them."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +28,7 @@ def test_figures_are_those_of_the_runs(runs):
     assert list(single["losses"].values()) == losses(folders[0])
     assert (single["world_size"], ddp["world_size"]) == (1, 2)
     assert single["difference"] == 0
+    assert single["epoch_s"] == pytest.approx(22 * 64 / single["samples_per_s"])
     assert 0 < ddp["difference"] < 1e-5
     assert single["target_s"] is None  # two epochs do not reach 97%
     assert ddp["sent_kb"] > 85.5  # the gradients' 85,544 bytes, at two ranks once from each
@@ -42,12 +44,20 @@ def test_evaluations_within_an_epoch_are_no_epochs_and_null_is_no_figure(tmp_pat
     result = {
         **{"recipe": "single", "world_size": 1, "samples_per_s": 1.0, "train_s": 6.0, "peak_memory_bytes": 1},
         **{"sent_bytes_per_step": 0.0, "headline": "test_accuracy", "test_accuracy": None},
+        **{"samples": 6, "epochs": 1.0},
     }
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, losses + evaluations)))
     (tmp_path / "result.json").write_text(json.dumps(result))
     found = compare.read_run(tmp_path)
     assert (found["epoch_s"], found["target_s"], found["test_result"]) == (6.0, None, None)
     assert compare.difference(found["losses"], found["losses"], steps=2) == 0
+    (tmp_path / "result.json").write_text(json.dumps({**result, "test_accuracy": math.inf}))
+    assert " inf " in compare.table(compare.COLUMNS, [{**compare.read_run(tmp_path), "difference": 0.0}])
+
+
+def test_a_run_that_ends_within_an_epoch_says_how_long_a_whole_one_takes(tmp_path):
+    run = compare.read_run(train("single", tmp_path, 1, "--max-steps", "33", "--global-batch-size", "64"))
+    assert run["epoch_s"] == pytest.approx(22 * 64 / run["samples_per_s"])
 
 
 def test_difference_looks_at_common_steps_up_to_the_bound():

@@ -64,6 +64,10 @@ class Breaks:
             raise ValueError(f"sample {index} is broken")
         return torch.full((2,), index / 64), index % 3
 
+class Unlabelled(Breaks):
+    def __getitem__(self, index):
+        return super().__getitem__(index)[0], -100 if index < int(os.environ["LABELLED"]) else 1
+
 class BrokenMetric(SquaredError):
     def metric_sums(self, output, target):
         if len(output) > 2 and os.environ.get("BREAK") == "task":
@@ -328,6 +332,22 @@ class Puts(torch.autograd.Function):
     def backward(ctx, gradient):
         return gradient.clone().put_(torch.tensor([0]), gradient.flatten()[:1])
 
+class Late(TwoToThree):
+    "On the last rank, its training makes a parameter, which no optimizer has."
+    def forward(self, inputs):
+        is_last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+        if self.training and is_last and not hasattr(self, "late"):
+            self.late = nn.Parameter(torch.zeros(3))
+        return super().forward(inputs)
+
+class Grows(TwoToThree):
+    def __init__(self, data):
+        super().__init__(data)
+        self.register_buffer("seen", torch.zeros(0))
+    def forward(self, inputs):
+        self.seen = torch.cat([self.seen, inputs.mean().view(1)]) if self.training else self.seen
+        return super().forward(inputs)
+
 class Unrepeatable(nn.Module):
     def forward(self, inputs):
         return Puts.apply(inputs)
@@ -340,6 +360,7 @@ class Leaves(TwoToThree):
         return super().forward(inputs)
 
 breaks = lambda: {"train": Breaks(), "test": Breaks(), "target": "class", "num_classes": 3}
+unlabelled = lambda: {**breaks(), "train": Unlabelled()}
 line = lambda data: nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 1))
 broken_line = lambda data: BrokenModel(nn.Linear(2, 8), nn.Linear(8, 1))
 buffered = lambda data: nn.Sequential(Buffered())
@@ -532,6 +553,16 @@ def test_a_sample_that_raises_an_error_ends_all_ranks_with_one_line(run, start, 
         assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=1e-5)
 
 
+@pytest.mark.parametrize(("recipe", "world_size"), [("single", 1), ("ddp", 2), *slow(("pipeline", 2))])
+@pytest.mark.parametrize("labelled", [64, 63])
+def test_a_step_in_which_no_target_counts_is_warned_of_once(start, recipe, world_size, labelled):
+    """Its loss is 0, as if the model were perfect. Of 64 samples, the last one may count."""
+    argv = ("--data", "mine:unlabelled", "--model", "mine:net", "--max-steps", "3", "--global-batch-size", "64")
+    outcome = start(recipe, world_size, *argv, LABELLED=str(labelled)).wait(check=True)
+    warning = "warning: no target of step 1 counts (those of class -100 do not), so its loss is 0"
+    assert outcome.text.count(warning) == outcome.text.count("warning: no target") == (labelled == 64)
+
+
 @pytest.mark.parametrize(
     ("recipe", "broken"), [("ddp", "task"), ("ddp", "derive"), ("pipeline", "task"), ("ddp", "model")]
 )
@@ -715,6 +746,23 @@ def test_an_operation_that_cannot_be_repeated_is_named_in_one_line(start, recipe
     assert (set(outcome.statuses), set(outcome.errors)) == ({2}, {f"error: {fix}"}), outcome.text
     assert len(outcome.errors) == (2 if recipe == "horovod" else 1), "ranks of Horovod share no store"
     assert "Traceback" not in outcome.text
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world_size", "model", "what"),
+    [
+        ("single", 1, "Grows", "seen is (0,) before it and (1,) after the first step"),
+        ("ddp", 2, "Late", "late is missing before it and (3,) after the first step"),
+        *slow(("fsdp", 2, "Grows", "seen is (0,) before it and (1,) after the first step")),
+    ],
+)
+def test_a_model_whose_state_changes_in_training_is_refused(start, recipe, world_size, model, what):
+    """No resume could load its checkpoints, and nothing trains a parameter that comes later."""
+    fix = "make all parameters and buffers in __init__(), with their final shapes"
+    who = "rank 1: " * (model == "Late")
+    argv = ("--data", "mine:spirals", "--model", f"mine:{model}")
+    line = start(recipe, world_size, *argv).wait(60).refusal
+    assert line == f"error: {who}--model mine:{model}: its state changes in training: {what}; {fix}"
 
 
 @pytest.mark.parametrize(("recipe", "world_size"), [("single", 1), ("ddp", 2)])

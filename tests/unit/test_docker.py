@@ -314,6 +314,8 @@ def test_its_help_is_its_own(capsys):
     shown = capsys.readouterr().out
     assert "usage: python -m docker.compose " in shown
     assert "in containers on this machine" in shown
+    assert "--nodes" in shown
+    assert not re.search("--min-nodes|--max-restarts|--list", shown), "they are refused"
 
 
 def spec(folder, **own):
@@ -365,7 +367,7 @@ def test_modules_of_the_callers_own_are_seen_in_the_containers(tmp_path, monkeyp
     assert (own.environment, own.volumes) == ({}, [])
     (tmp_path / "mine.yaml").write_text("model: mine:net\n")
     given = (["--epochs", "2", "--model", "mine:net"], ["--data=mine:points"], ["--task", "mine:Fit"])
-    for options in (*given, ["--config", "mine.yaml"]):
+    for options in (*given, ["--optimizer", "mine:sgd"], ["--config", "mine.yaml"]):
         own = compose.recipe_spec("ddp", options)
         assert own.environment == {"PYTHONPATH": "/code"}
         [volume] = own.volumes

@@ -17,7 +17,7 @@ from recipes.common.errors import UserError
 from recipes.common.job import MOST_MS
 from recipes.common.process.signals import GO, STOP, vote_interval
 from recipes.common.restore import restore
-from recipes.common.task import Classification
+from recipes.common.task import Classification, Task
 from tests.conftest import refused
 from tests.tiny import tiny_job
 
@@ -44,6 +44,14 @@ class TestJob:
         assert result["peak_memory_bytes"] > 50e6, "as torch alone has"
         assert warning.startswith("warning: the sample failed: NotImplementedError: Cannot copy out of meta")
         assert result["step"] == job.total_steps
+
+    @pytest.mark.parametrize("task", [Task, Classification])
+    def test_a_run_whose_evaluations_are_no_numbers_has_no_best_result(self, task):
+        job = tiny_job("--epochs", "1")
+        job.data = dataclasses.replace(job.data, task=task())
+        job.record = SimpleNamespace(write_result=lambda **result: result)
+        result = job._write_result()
+        assert math.isnan(result[f"best_test_{task.headline}"]), "its score is the lowest, as before the first one"
 
     @pytest.mark.parametrize("value", [0.5, math.nan, math.inf])
     def test_an_evaluation_that_is_not_finite_is_said(self, value):

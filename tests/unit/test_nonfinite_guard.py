@@ -1,5 +1,6 @@
 """What a step's norm and loss decide, without any process group."""
 
+import math
 import pickle
 
 import pytest
@@ -47,6 +48,8 @@ def test_spoilt_weights_are_not_saved():
     guard = guard_of("stop")
     assert guard.is_sound(4, [ONE, ONE])
     assert not guard.is_sound(5, [ONE, NAN])
+    assert guard_of("stop").is_sound(5, [torch.ones(2, dtype=torch.complex64)])
+    assert not guard_of("stop").is_sound(5, [torch.complex(torch.ones(2), torch.full((2,), math.nan))])
     assert str(guard.stop.error).startswith("a gradient of step 5 is not finite; it has spoilt the weights")
     assert not guard.is_sound(6, [ONE])
 

@@ -27,6 +27,7 @@ from recipes.common.record.provenance import hardware, versions
 from recipes.common.record.record import open_run
 from recipes.common.world.places import Place
 from recipes.single.train import options
+from scripts.launch.runs import read_losses
 from tests.support import contents
 from tests.tiny import tiny_job
 
@@ -109,19 +110,28 @@ class TestRecord:
         record = self.open_complete(tmp_path)
         record.print_result(record.write_result(headline="test_bits", world_size=1, test_bits=1.0))
         assert "test_error=0.2500" in capsys.readouterr().out.splitlines()[-1]
+        (record.folder / "result.json").unlink()  # as of a run that was killed before it could write it
+        record.print_result(
+            self.open_complete(tmp_path).write_result(headline="x", world_size=1, samples_per_s=1.0)
+        )
+        assert "x=nan" in capsys.readouterr().out.splitlines()[-1]
 
-    def test_a_result_that_is_not_finite_is_null_and_printed_as_nan(self, tmp_path, capsys):
-        """JSON has no NaN: other programs would refuse the whole file."""
+    @pytest.mark.parametrize(("value", "shown"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
+    def test_a_result_that_is_not_finite_is_json_and_printed_as_it_is(self, tmp_path, capsys, value, shown):
+        """JSON has no NaN and no Infinity: other programs would refuse the whole file."""
         record, _ = self.open(tmp_path, "--name", "a")
-        values = {"world_size": 1, "step": 9, "test_loss": math.nan, "best_test_loss": math.inf}
+        values = {"world_size": 1, "step": 9, "test_loss": value}
+        self.log(record, 9, loss=value)
         record.print_result(record.write_result(headline="test_loss", **values, samples_per_s=1.0))
         written = json.loads((record.folder / "result.json").read_text(), parse_constant=pytest.fail)
-        assert (written["test_loss"], written["best_test_loss"]) == (None, None)
+        assert written["test_loss"] == (None if math.isnan(value) else value)
+        assert "Infinity" not in (record.folder / "metrics.jsonl").read_text()
+        assert read_losses(record.folder) == {}, "a curve has finite values"
         self.write_checkpoint(record, 9)
         again = self.open_complete(tmp_path)
         again.print_result(again.write_result(headline="test_loss", **values, samples_per_s=1.0))
         lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("result ")]
-        assert [line.split()[3] for line in lines] == ["test_loss=nan"] * 2
+        assert [line.split()[3] for line in lines] == [f"test_loss={shown}"] * 2
 
     def test_events_that_cannot_be_written_are_one_line(self, tmp_path):
         """TensorBoard's thread keeps the error and raises it in a later call."""

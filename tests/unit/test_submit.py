@@ -403,7 +403,7 @@ def test_the_table_of_a_sweep_has_what_the_task_measures(tmp_path, capsys):
     report(runs, [0, 1])
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["run", "--lr", "world_size", "test_bits_per_byte", "samples_per_s"]
-    assert lines[2:] == [["0.1", "0.1", "2", "2.5", "40"], ["0.2", "0.2", "-", "-", "-"]]
+    assert lines[2:] == [["0.1", "0.1", "2", "2.5000", "40"], ["0.2", "0.2", "-", "-", "-"]]
     (runs[0].folder / "result.json").write_text(json.dumps({**result, "test_bits_per_byte": None}))
     report(runs, [0, 1])
     row = capsys.readouterr().out.splitlines()[2]
@@ -415,7 +415,8 @@ def test_the_table_of_a_sweep_has_what_the_task_measures(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "columns"),
     [
-        ('{"val_loss": 0.5, "model": "net", "steps": 3}', {"val_loss": "0.5", "steps": "3"}),
+        ('{"val_loss": 0.5, "model": "net", "steps": 3}', {"val_loss": "0.5000", "steps": "3"}),
+        ('{"val_loss": 0.00002, "images_per_s": 14650.3}', {"val_loss": "2.000e-05", "images_per_s": "14,650"}),
         *((text, {}) for text in ("[0.5]", "{0.5", None)),
     ],
 )

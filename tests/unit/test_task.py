@@ -352,3 +352,21 @@ def test_a_task_may_divide_by_another_number_than_samples(sizes):
     loss = functional.cross_entropy(output.flatten(0, 1), target.flatten()).item()
     assert found["test_perplexity"] == pytest.approx(math.exp(loss))
     assert found["test_share"] == pytest.approx((output.argmax(-1) == target)[target >= 0].float().mean().item())
+
+
+class Weighted(Task):
+    """Each target is its sample's weight, and weights have no exact sums."""
+
+    def loss_sum(self, output, target):
+        return (output * target).sum()
+
+    def count(self, target):
+        return target.sum()
+
+
+def test_a_task_may_divide_by_a_sum_of_weights():
+    target = torch.arange(1, 3001) / 30000
+    totals = new_totals(Weighted(), torch.device("cpu"))
+    for some in target.split(7):
+        add_batch(totals, Weighted(), torch.full_like(some, 2.5), some)
+    assert averages(totals, Weighted(), 3000)["test_loss"] == pytest.approx(2.5)

@@ -60,6 +60,28 @@ class ExitsAt7(Noisy):
     def __getitem__(self, index):
         return sys.exit("no sample") if index == 7 else super().__getitem__(index)
 
+class Panic(BaseException):
+    "As extensions that are written in Rust raise it."
+
+class PanicsAt7(Noisy):
+    def __getitem__(self, index):
+        if index == 7:
+            raise Panic("called `Option::unwrap()` on a `None` value")
+        return super().__getitem__(index)
+
+class InterruptsAt7(Noisy):
+    def __getitem__(self, index):
+        if index == 7:
+            raise KeyboardInterrupt
+        return super().__getitem__(index)
+
+def on_default(data):
+    torch.set_default_device("meta")
+    return nn.Linear(2, 3)
+
+def panics(*args):
+    raise Panic("no GPU")
+
 class Graph(Noisy):
     def __getitem__(self, index):
         return 2 * X[index].requires_grad_(), index % 3
@@ -144,6 +166,19 @@ class TooFew(Fit):
     def metric_sums(self, output, target):
         return ()
 
+class ChangesOutput(Fit):
+    def loss_sum(self, output, target):
+        output[:, 0] -= target
+        return output[:, 0].square().sum()
+
+class NoCount(Fit):
+    def count(self, target):
+        return (target > 0).sum(1)
+
+class CountsEach(Fit):
+    def count(self, target):
+        return target > 0
+
 class NoTuple(Fit):
     def metric_sums(self, output, target):
         return (output.flatten() - target).abs().sum()
@@ -173,6 +208,10 @@ class Count(Task):
         return nn.functional.cross_entropy(output, target, reduction="sum")
     def metric_sums(self, output, target):
         return ((output.argmax(1) == target).sum(),)
+
+class ChangesTarget(Count):
+    def metric_sums(self, output, target):
+        return (target.clamp_(max=1).eq(output.argmax(1)).sum(),)
 
 class Share(Count):
     def metric_sums(self, output, target):
@@ -261,6 +300,20 @@ class Untrue(nn.Module):
     def forward(self, inputs):
         return self.two(self.one(inputs)) + 1
 
+class Doubles(nn.Module):
+    def forward(self, inputs):
+        return inputs.mul_(2)
+
+class InPlace(nn.Sequential):
+    is_sequence = True
+
+class Centres(nn.Linear):
+    def forward(self, inputs):
+        return super().forward(inputs - inputs.mean(0))
+
+in_place = lambda data: InPlace(Doubles(), nn.Linear(2, 3))
+centres_in_place = lambda data: InPlace(Doubles(), Centres(2, 3))
+
 class Views(nn.Module):
     def __init__(self, data):
         super().__init__()
@@ -302,6 +355,8 @@ NUMBER = 3
 data = lambda: {"train": (X, X.sum(1)), "test": (X[:4], X[:4].sum(1)), "target": "values"}
 classes = lambda: {"train": (X, torch.arange(12) % 3), "test": (X, torch.arange(12) % 3), "target": "class", "num_classes": 3}
 broken_at_7 = lambda: {**noisy(), "train": BrokenAt7()}
+panics_at_7 = lambda: {**noisy(), "train": PanicsAt7()}
+interrupts_at_7 = lambda: {**noisy(), "train": InterruptsAt7()}
 exits_at_7 = lambda: {**noisy(), "train": ExitsAt7()}
 graph = lambda: {**noisy(), "train": Graph(), "test": (2 * X.clone().requires_grad_(), torch.arange(12) % 3)}
 sparse = lambda: {**noisy(), "train": (X.to_sparse(), torch.arange(12) % 3)}
@@ -310,6 +365,7 @@ big_endian = lambda: {**noisy(), "train": [(X.numpy()[0].astype(">f4"), 0)]}
 scalars = lambda: {**noisy(), "train": (torch.tensor(1.0), torch.tensor(0))}
 no_length = lambda: {**noisy(), "train": NoLength()}
 longer_at_7 = lambda: {**noisy(), "train": LongerAt7()}
+unlabelled = lambda: {**noisy(), "train": (X, torch.full((12,), -100))}
 class_3 = lambda: {**noisy(), "train": (X, torch.arange(len(X)) % 4)}
 class_3_at_7 = lambda: {**noisy(), "train": Class3At7()}
 lists = lambda: {"train": Lists(), "test": Lists(), "target": "values"}
@@ -348,6 +404,9 @@ def modules(tmp_path, monkeypatch):
         "syntax": "def f(:\n",
         "needs": "import not_installed\n",
         "exits": "import sys\nsys.exit(0)\n",
+        "meta": "import torch\ntorch.set_default_device('meta')\n",
+        "gpu": "import torch\ntorch.set_default_device('cuda')\n",
+        "panics": "raise BaseException('at once')\n",
     }
     for name, text in texts.items():
         (tmp_path / f"{name}.py").write_text(text)
@@ -439,18 +498,26 @@ def test_a_lock_goes_to_a_worker_alone():
     assert labels.tolist() == [0, 2]
 
 
-def read_bad_sample(name, *indices):
+def read_bad_sample(name, *indices, workers=0):
     """Return the training samples of these indices, and the one error that is reported."""
     errors = []
-    args = options(["--data", f"mine:{name}", "--model", "mine:net", "--workers", "0"])
+    args = options(["--data", f"mine:{name}", "--model", "mine:net", "--workers", str(workers)])
     ((inputs, labels),) = load_data(args, CPU, errors.append).train.batches([torch.tensor(indices)], 0)
     (error,) = map(str, errors)
     return inputs, labels.tolist(), error
 
 
-@pytest.mark.parametrize(("name", "reason"), [("broken", "KeyError: 7"), ("exits", "SystemExit: no sample")])
-def test_a_sample_that_raises_an_error_is_reported_and_replaced(name, reason):
-    inputs, labels, error = read_bad_sample(f"{name}_at_7", 7, 3)
+@pytest.mark.parametrize(
+    ("name", "reason", "workers"),
+    [
+        ("broken", "KeyError: 7", 0),
+        ("exits", "SystemExit: no sample", 0),
+        ("panics", "Panic: called `Option::unwrap()` on a `None` value", 0),
+        ("interrupts", "KeyboardInterrupt: ", 1),
+    ],
+)
+def test_a_sample_that_raises_an_error_is_reported_and_replaced(name, reason, workers):
+    inputs, labels, error = read_bad_sample(f"{name}_at_7", 7, 3, workers=workers)
     assert (inputs.shape, labels) == ((2, 2), [0, 0])
     assert error.startswith(f"--data mine:{name}_at_7: 'train'[7] failed: {reason} (")
     assert error.endswith("; fix it, then add --resume auto")
@@ -488,6 +555,11 @@ def test_a_sample_unlike_the_others_is_reported_and_replaced(name, labels, said)
     inputs, found, error = read_bad_sample(f"{name}_at_7", 7, 4)
     assert (inputs.shape, found) == ((2, 2), labels)
     assert re.fullmatch(rf"--data mine:{name}_at_7: 'train'\[7\]:? {re.escape(said)}", error)
+
+
+def test_ctrl_c_ends_a_rank_that_reads_the_samples_itself():
+    with pytest.raises(KeyboardInterrupt):
+        read_bad_sample("interrupts_at_7", 7, 3)
 
 
 def test_samples_of_lists_and_numbers_become_tensors():
@@ -633,8 +705,14 @@ DOES_NOT_FIT = [
     (("--model", "needs:net"), "importing needs failed: ModuleNotFoundError: No module named 'not_installed' ({folder}/needs.py, line 1)"),
     (("--model", "exits:net"), "--model exits:net: importing exits failed: SystemExit: 0 ({folder}/exits.py, line 2); fix it"),
     (("--model", "mine:fails"), "--model mine:fails failed: ZeroDivisionError: division by zero ({folder}/mine.py, line "),
+    (("--model", "mine:panics"), "--model mine:panics failed: Panic: no GPU ({folder}/mine.py, line "),
+    (("--model", "panics:net"), "importing panics failed: BaseException: at once ({folder}/panics.py, line 1); fix it"),
+    (("--model", "meta:net"), "--model meta:net: importing meta sets torch's default device to meta; leave torch.set_default_device() out, "),
+    (("--model", "gpu:net"), "--model gpu:net: importing gpu sets torch's default device to one that is not there; leave torch.set"),
+    (("--model", "mine:on_default"), "--model mine:on_default sets torch's default device to meta; leave torch.set_default_device() out, the"),
     (("--model", "mine:reads"), "JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1) ({folder}/mine.py,"),
     (("--data", "mine:class_3"), "--data mine:class_3: 'train': target 3 is not in 0 to 2; fix it, or \"num_classes\""),
+    (("--data", "mine:unlabelled"), "--data mine:unlabelled: 'train': all targets are -100, so no sample counts; give classes"),
     (("--data", "mine:ascii"), '--data mine:ascii: bytes have 256 values; set "num_classes" to 256, or "target" to "tokens"'),
     (("--data", "mine:token_9"), "--data mine:token_9: 'train': input 9 is not in 0 to 8; fix it"),
     (("--data", "mine:token_skipped"), "mine:token_skipped: 'test': target -100 is not in 0 to 8; fix it"),
@@ -661,6 +739,10 @@ DOES_NOT_FIT = [
     (("--data", "mine:classes", "--model", "mine:Named"), "takes 1 positional argument but 2 were given; fix it and start again"),
     ((*FIT, "mine:NoGradient"), "loss_sum() has to return a scalar tensor that gradients come from"),
     ((*FIT, "mine:TooFew"), "metric_sums() returned a tuple that does not fit; return a tuple, a value for each"),
+    ((*FIT, "mine:ChangesOutput"), "--task ChangesOutput on outputs (2, 1) and targets (2,): it changes output or target in place; let it change a copy"),
+    ((*WELL, "--task", "mine:ChangesTarget"), "it changes output or target in place; let it change a copy"),
+    ((*FIT, "mine:NoCount"), "count() failed: IndexError: Dimension out of range (expected to be in range of [-1, 0], but got 1) ({folder}/mine.py, line "),
+    ((*FIT, "mine:CountsEach"), "count() failed: "),
     ((*FIT, "mine:NoTuple"), "metric_sums() returned a Tensor that does not fit; return a tuple, a value for each"),
     (("--data", "mine:classes", "--model", "mine:KeepsObject"), "--model mine:KeepsObject: no checkpoint gives back _extra_state, a Generator; let get_extra_state() return"),
     ((*FIT, "mine:NoNumber"), "--task NoNumber: derive() returned a list as 'rms_error'; return a number"),
@@ -696,6 +778,12 @@ DOES_NOT_FIT = [
 def test_what_does_not_fit_is_one_line_with_the_fix(tmp_path, argv, message):
     with refused(message.format(folder=tmp_path)):
         load(*argv)
+
+
+def test_a_model_that_changes_its_inputs_in_place_is_checked_on_the_same_inputs():
+    """It is a sequence of layers, and whether it mixes samples can be seen."""
+    for name, mixes in (("in_place", False), ("centres_in_place", True)):
+        assert load("--data", "mine:classes", "--model", f"mine:{name}")[1].mixes_samples is mixes
 
 
 def test_a_model_of_your_own_keeps_its_layout_unless_channels_last_is_given():

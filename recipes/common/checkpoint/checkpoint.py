@@ -88,7 +88,8 @@ def pack(
     """Return the content of a checkpoint, from the state dicts of the unwrapped model and the other parts.
 
     `more` are timed (steps and seconds of training, over all launches), data (which identifies the halves of the
-    data set), and skipped_steps (by --on-nonfinite skip).
+    data set), skipped_steps (by --on-nonfinite skip), code (digests of the user's), and best (what best_score is
+    a score of).
     """
     return {
         "format": FORMAT,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from recipes.common.data.splits import Batch, Data, MemorySplit, Spec, Split, digest
 from recipes.common.data.workers import LoadedSplit, Sample, check_sendable, read_evenly
@@ -74,7 +74,9 @@ class SeededSamples(Dataset[Any]):
             try:
                 inputs, targets = map(_as_tensor, self.samples[index])
                 specs, wrong = _specs(inputs, targets), self.numbers.wrong(inputs, targets)
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt) and not get_worker_info():
+                    raise
                 return Sample(*self.first, str(refusal(f"{what} failed", error, fix)))
         if specs != _specs(*self.first):
             like = f"{self.what.rpartition(' ')[2]}[0] {describe(_specs(*self.first))}"
@@ -125,6 +127,8 @@ def load_user_data(args: Options, device: torch.device, on_fault: Callable[[User
             return LoadedSplit(dataset, args, device, on_fault)
         if wrong := numbers.wrong(*samples):
             raise UserError(f'{name}: {wrong}; fix it, or "num_classes"')
+        if numbers.may_skip and half == "train" and bool((samples[1] == SKIPPED).all()):
+            raise UserError(f"{name}: all targets are {SKIPPED}, so no sample counts; give classes")
         return MemorySplit(*(tensor.to(device) for tensor in samples))
 
     return Data(split("train"), split("test"), inputs, targets, num_classes, kind)

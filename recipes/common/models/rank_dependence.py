@@ -15,6 +15,7 @@ from recipes.common.data.splits import digest
 from recipes.common.job import Job
 from recipes.common.options import is_user_code
 from recipes.common.seeding import seed_step
+from recipes.common.world.agreement import run_on_all_ranks
 from recipes.common.world.peers import Peers
 
 
@@ -63,7 +64,15 @@ def max_norm_warning(model: nn.Module) -> str:
 
 
 def warnings_after_passes(job: Job, compares_buffers: bool) -> Iterator[str]:
-    """Yield what a step's passes through a user's model show; call it on all ranks, before the step is counted."""
+    """Yield what a step's passes through a user's model show; call it on all ranks, before the step is counted.
+
+    Raises UserError as check_state_stays(), on all ranks.
+    """
+    from recipes.common.user_code import check_state_stays
+
+    run_on_all_ranks(lambda: check_state_stays(job.args, job.model, job.state_shapes), job.peers)
+    if job.peers.world_size * len(job.devices) == 1:
+        return
     if not dropout_warning(job.model):
         own = has_drawn(job)
         # Draws: each rank sends whether it has drawn, once: a stage of a pipeline, or a branch, may do so alone.

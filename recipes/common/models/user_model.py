@@ -133,6 +133,7 @@ def check_classes(output: Tensor, args: Options, data: Data) -> None:
 def check_task(task: Task, output: Tensor, targets: Tensor) -> None:
     """Raise UserError if a task rejects a model's output, or does not return sums."""
     what = f"--task {type(task).__name__} on outputs {tuple(output.shape)} and targets {tuple(targets.shape)}"
+    versions = output._version, targets._version
     loss = call_user_code(what, task.loss_sum, output, targets)
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
         raise UserError(f"{what}: loss_sum() has to return a scalar tensor that gradients come from")
@@ -144,10 +145,13 @@ def check_task(task: Task, output: Tensor, targets: Tensor) -> None:
     if not is_complete:
         fix = f"return a tuple, a value for each of metrics {tuple(task.metrics)}"
         raise UserError(f"{what}: metric_sums() returned {name_of(sums)} that does not fit; {fix}")
+    if (output._version, targets._version) != versions:  # metrics would be those of other values
+        raise UserError(f"{what}: it changes output or target in place; let it change a copy")
     if not math.isfinite(loss.item()):
         fix = "look for values that are not finite in --data, and in what the model returns"
         raise UserError(f"{what}: the loss of two samples is {loss.item()}; {fix}")
     check_sums(what, task, output, targets)
+    call_user_code(f"{what}: count()", lambda: float(task.count(targets)))
     means = call_user_code(what, lambda: [torch.as_tensor(value).item() / len(targets) for value in (loss, *sums)])
     try:
         add_derived(dict(zip(("loss", *task.metrics), means, strict=True)), task)
@@ -161,7 +165,7 @@ def run_seeded(model: Callable[[Tensor], Any], inputs: Tensor) -> Any:
     """Return the model's output; what it draws at random is the same in each call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return model(inputs)
+        return model(inputs.clone())  # it may change them in place
 
 
 @torch.no_grad()

@@ -236,7 +236,7 @@ class Record:
         config = {**own, **config, "launches": [*config.get("launches", []), launch]}
         self._written = json.dumps(config, indent=2) + "\n"
         _replace_text(self._config, self._written)
-        _replace_text(self._metrics, "".join(json.dumps(line) + "\n" for line in kept))
+        _replace_text(self._metrics, "".join(map(_json, kept)))
         if self.args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # rank 0 alone pays for this import
 
@@ -279,28 +279,28 @@ class Record:
         """Write result.json and return its content, for print_result().
 
         Over all launches of the run: step (the last one), the last evaluation's averages (the printed line shows
-        `headline`), the best `headline` of any evaluation, samples (trained on), train_s, samples_per_s, and
-        tokens_per_s if the task counts tokens (timed without each launch's first step). Of this launch:
-        world_size, sent_bytes_per_step (by this machine), peak_memory_bytes (of rank 0), checkpoints (how many),
-        checkpoint_stall_s (the average time for which one held up training) and ended (when). A run that was
-        complete before this launch keeps its result.
+        `headline`), the best `headline` of any evaluation, samples (trained on), epochs (parts count as such),
+        train_s, samples_per_s, and tokens_per_s if the task counts tokens (timed without each launch's first
+        step). Of this launch: world_size, sent_bytes_per_step (by this machine), peak_memory_bytes (of rank 0),
+        checkpoints (how many), checkpoint_stall_s (the average time for which one held up training) and ended
+        (when). A run that was complete before this launch keeps its result.
         """
         self.close()
         path = self.folder / "result.json"
-        final = self._earlier_result or _finite({"recipe": self.recipe, **result, "ended": _now()})
+        final = self._earlier_result or _without_nan({"recipe": self.recipe, **result, "ended": _now()})
         if not self._earlier_result:
             self.check_owner()
         with as_user_error("write", path):
             if self._earlier_result:
                 os.utime(path)  # the new time shows launch files that this launch, too, has reached the end
             else:
-                _replace_text(path, json.dumps(final, indent=2) + "\n")
+                _replace_text(path, _json(final, indent=2))
         return final
 
     def print_result(self, final: dict[str, Any]) -> None:
         """Print the line that ends a completed run."""
         headline = final["headline"]
-        value = math.nan if final[headline] is None else final[headline]
+        value = math.nan if final.get(headline) is None else final[headline]
         result = f"recipe={final['recipe']} world_size={final['world_size']} {headline}={value:.4f}"
         speeds = [f" {name}={speed:.0f}" for name, speed in final.items() if name.endswith("_per_s")]
         self.progress.say(f"result {result}{''.join(speeds)} record={self.folder}")
@@ -328,7 +328,7 @@ class Record:
         self.check_owner()
         try:
             with open(self._metrics, "a") as file:
-                file.write(json.dumps({"kind": kind, **_finite(values)}) + "\n")
+                file.write(_json({"kind": kind, **values}))
             for name in values.keys() - {"step", "epoch"} if self._events else ():
                 self._events.add_scalar(name, values[name], values["step"])
         except OSError as error:
@@ -349,12 +349,14 @@ def _plain_options(args: Options) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
 
 
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with None in place of NaN and infinities, which JSON lacks."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }
+def _without_nan(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with None in place of NaN."""
+    return {name: None if isinstance(x, float) and math.isnan(x) else x for name, x in values.items()}
+
+
+def _json(values: dict[str, Any], indent: int | None = None) -> str:
+    """Return values as JSON, which lacks NaN and infinities: null, and 1e999, which is read as an infinity."""
+    return re.sub(r"\bInfinity\b", "1e999", json.dumps(_without_nan(values), indent=indent)) + "\n"
 
 
 def _replace_text(path: Path, text: str) -> None:
