@@ -537,6 +537,8 @@ class TestMeetNodes:
         assert sum(asked) < 5 * 1000
         for rank in (7, 900):
             store.set(f"job/nodes/{rank}", "there")
+        with pytest.raises(MissingNodeError, match=r"^node 5 waited 1 s for node 0 of 1000 at "):
+            torch_agent.meet_nodes(Node(1000, 5, 1, "10.0.0.1", 29500, 1), "job")
         torch_agent.meet_nodes(Node(1000, 0, 1, "127.0.0.1", local.free_port(), 1), "job")
         asked.clear()
         torch_agent.meet_nodes(Node(1000, 5, 1, "127.0.0.1", local.free_port(), 1), "job")
