@@ -141,21 +141,24 @@ def run_processes(command: list[str], environments: dict[int, dict[str, str]], l
         while not wait_for(running, LOOK_EVERY_S, until_failure=True):
             stuck.look(ranks)
     finally:
-        end_processes(running)
+        killed = end_processes(running)
     ended = {rank: Failure(p.returncode, p.pid) for rank, p in processes.items() if p.returncode is not None}
-    return node_status(ended)
+    return node_status({rank: how for rank, how in ended.items() if how.pid not in killed})
 
 
-def end_processes(running: list[subprocess.Popen[bytes]]) -> None:
-    """End the node's processes that still run, and what all of them have left behind."""
+def end_processes(running: list[subprocess.Popen[bytes]]) -> set[int]:
+    """End the node's processes that still run, and what all have left behind; return the ids of those killed."""
+    killed: set[int] = set()
     grace_s = STOP_GRACE_S if script.is_set() and STOPPED_BY else FAILURE_GRACE_S
     for number, wait_s in ((END_SIGNAL, grace_s), (signal.SIGKILL, END_SIGNAL_GRACE_S)):
         if not wait_for(running, wait_s):
             for process in running:
                 if process.poll() is None:  # a stopped process (SIGSTOP) reacts to KILL alone
                     os.killpg(process.pid, number)
+                    killed.add(process.pid)
     wait_for(running, END_SIGNAL_GRACE_S)
     end_sessions([process.pid for process in running])
+    return killed
 
 
 def own_failures(failures: dict[int, Failure]) -> dict[int, Failure]:

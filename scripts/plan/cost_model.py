@@ -59,7 +59,7 @@ class Cluster:
     def split(self, size: int) -> tuple[Cluster, Cluster]:
         """Return a group of `size` neighbouring ranks, and the group of those with the same place in each one."""
         gpus = min(self.gpus, size)
-        nodes = max(1, size // gpus)
+        nodes = size // gpus
         shared = replace(self.network, bytes_per_s=self.network.bytes_per_s / gpus)
         across = replace(self, nodes=self.nodes // nodes, gpus=self.gpus // gpus, groups=gpus)
         return replace(self, nodes=nodes, gpus=gpus), replace(across, network=shared)

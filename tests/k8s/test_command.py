@@ -395,6 +395,7 @@ def test_delete_takes_all_kinds_and_no_volume(play, tmp_path):
         # Nothing found: it may be of the kind that was refused.
         ({}, {"jobsets": FORBIDDEN}, (2, "", f"error: kubectl delete jobsets.jobset.x-k8s.io: {FORBIDDEN[18:]}")),
         ({}, {}, (2, "", "error: there is no job named mine in this namespace\n")),
+        ({}, {"networkpolicies": NO_POLICIES}, (2, "", "error: there is no job named mine in this namespace\n")),
     ],
 )
 def test_delete_needs_no_right_to_what_the_job_has_not(play, deleted, refused, expected):
@@ -521,8 +522,19 @@ def test_what_the_kubelet_tries_again_is_waited_for_a_while(monkeypatch, now, st
 
 @pytest.mark.parametrize("state", GONE)
 def test_what_is_not_there_is_final_at_once(monkeypatch, state):
+    found = pod(state)
     with pytest.raises(UserError, match="ddp-0-abcde"):
-        watch(monkeypatch).check_pods([pod(state)])
+        watch(monkeypatch).check_pods([found])
+    found["status"]["initContainerStatuses"] = found["status"].pop("containerStatuses")
+    with pytest.raises(UserError, match="ddp-0-abcde"):
+        watch(monkeypatch).check_pods([found])
+
+
+def test_an_image_that_nobody_has_named_is_none(monkeypatch):
+    found = pod(waiting("ErrImagePull", "dial tcp: lookup registry.invalid: no such host"))
+    found["status"]["containerStatuses"][0]["image"] = f"{apply.PLACEHOLDER}ddp:1"
+    with pytest.raises(UserError, match="name it by IMAGE="):
+        watch(monkeypatch).check_pods([found])
 
 
 def test_a_job_in_a_queue_is_waited_for_without_a_bound(monkeypatch, now, capsys):
@@ -562,6 +574,28 @@ def test_a_log_that_breaks_at_once_is_not_followed_more_often(monkeypatch, now):
         pass
     assert watching.run() == 0
     assert slept == [apply.POLL_S]
+
+
+def test_a_log_whose_connections_break_at_once_is_followed_for_a_while(now):
+    """One that has lasted longer begins another while."""
+    head, cluster = pod(RUNNING), types.SimpleNamespace(command=["false"])
+    log, followed_s = apply.FollowedLog(cluster, head), []
+    for now[0] in (1.0, 60.0, 121.0, 122.0):
+        log.process.wait()
+        if log.keep_following(head):
+            followed_s.append(now[0])
+    assert followed_s == [1.0, 60.0, 121.0]
+    log.begun, log.last_seen = 0.0, 121.0
+    assert log.keep_following(head)
+    log.process.wait()
+    assert not log.keep_following(pod(RUNNING, restarts=1)), "its container has started again: another log"
+    assert not log.keep_following(None)
+
+
+def test_the_head_is_the_newest_of_its_pods(monkeypatch):
+    older, newer = (pod(RUNNING, restarts=number, uid=f"uid {number}") for number in (1, 2))
+    watching = watch(monkeypatch, pods(newer, older)["out"])
+    assert watching.head(watching.pods()) == newer
 
 
 def test_a_container_that_runs_on_without_a_log_is_bounded(monkeypatch, now):
@@ -662,6 +696,7 @@ def test_the_state_of_a_job():
         assert job_state(job(word)["out"]) == ("done", "")
     assert job_state(job("Created", "Running", "Failed")["out"]) == ("failed", "why")
     assert job_state(job("Running", "Suspended")["out"]) == ("", "")
+    assert job_state({"status": {"conditions": [{"type": "Failed", "status": "False"}]}}) == ("", "")
     assert job_state({}) == ("", "")
 
 

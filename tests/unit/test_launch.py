@@ -353,6 +353,32 @@ def test_a_rank_that_saves_is_left_to_finish_by_horovods_agent_too(monkeypatch, 
     assert (tmp_path / "saved").exists()
 
 
+def test_of_horovods_ranks_the_one_that_failed_is_to_blame_and_all_end(monkeypatch, tmp_path, capsys):
+    """Rank 0 reacts to KILL alone, as when it is stopped (SIGSTOP), and has started a process of its own."""
+    code = """if True:
+        import os, signal, subprocess, sys, time
+        seen = os.environ["SEEN"]
+        if os.environ["RANK"] == "0":
+            signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+            sleep = subprocess.Popen(["sleep", "600"], process_group=0)
+            with open(seen + ".new", "w") as file:
+                print(os.getpid(), sleep.pid, file=file)
+            os.rename(seen + ".new", seen)
+            time.sleep(600)
+        while not os.path.exists(seen):
+            time.sleep(0.05)
+        sys.exit(5)
+    """
+    monkeypatch.delenv("SCRIPT", raising=False)
+    for name in ("FAILURE_GRACE_S", "END_SIGNAL_GRACE_S"):
+        monkeypatch.setattr(rank_processes, name, 0.1)
+    environments = {rank: {**os.environ, "RANK": str(rank), "SEEN": str(tmp_path / "seen")} for rank in (0, 1)}
+    assert rank_processes.run_processes([sys.executable, "-c", code], environments, str(tmp_path)) == 5
+    assert capsys.readouterr().err.startswith("error: rank 1 (pid ")
+    for pid in map(int, (tmp_path / "seen").read_text().split()):
+        wait_until(lambda pid=pid: not psutil.pid_exists(pid) or has_ended(psutil.Process(pid)), 10, "the end")
+
+
 def test_the_port_of_node_0_is_tried_and_found_taken(monkeypatch):
     with socket.socket() as holder:
         holder.bind(("", 0))
@@ -537,6 +563,8 @@ class TestMeetNodes:
         assert sum(asked) < 5 * 1000
         for rank in (7, 900):
             store.set(f"job/nodes/{rank}", "there")
+        with pytest.raises(MissingNodeError, match=r"^node 5 waited 1 s for node 0 of 1000 at "):
+            torch_agent.meet_nodes(Node(1000, 5, 1, "10.0.0.1", 29500, 1), "job")
         torch_agent.meet_nodes(Node(1000, 0, 1, "127.0.0.1", local.free_port(), 1), "job")
         asked.clear()
         torch_agent.meet_nodes(Node(1000, 5, 1, "127.0.0.1", local.free_port(), 1), "job")

@@ -136,7 +136,9 @@ def test_the_backend_and_the_load_of_its_cores_decide():
     assert step(GRADIENTS, compute, quick, Method("horovod")).step_s == pytest.approx(3.001, abs=1e-4)
 
 
-@pytest.mark.parametrize(("compression", "exchange_s"), [("none", 4.0 + 2e-3), ("fp16", 2.0 + 2e-3)])
+@pytest.mark.parametrize(
+    ("compression", "exchange_s"), [("none", 4.0 + 2e-3), ("fp16", 2.0 + 2e-3), ("bf16", 2.0 + 2e-3)]
+)
 def test_recipes_exchange_as_they_do(compression, exchange_s):
     """Two nodes exchange 4 MB of gradients at 1 MB/s, in hops of 1 ms."""
     method = Method("ddp", grad_compression=compression, bucket_cap_mb=1e3)
@@ -335,6 +337,13 @@ def test_a_shard_of_the_memory():
     assert workload.memory_bytes(args, method, 1, method.tensor_parallel)["gradient_sums"] == 0
     passes = Method("fsdp", accumulate_steps=2)
     assert workload.memory_bytes(args, passes, 2, 16)["gradients"] == workload.parameter_bytes
+    zero = workload.memory_bytes(args, Method("ddp", zero=True, amp="bf16", accumulate_steps=2), 2, 16)
+    assert zero["optimizer"] == whole["optimizer"] / 16
+    assert zero["activations"] == whole["activations"] / 2, "a sample a pass, in half of the bytes"
+    assert zero["half_weights"] == workload.parameter_bytes / 2
+    assert workload.memory_bytes(args, Method("fsdp", amp="bf16"), 1, 16)["half_weights"] == 0
+    plain, *others = (looked_at(*words)[0] for words in (("--momentum", "0"), (), ("--optimizer", "adamw")))
+    assert [workload.tensors(options) for options in (plain, *others)] == [10, 20, 30]
 
 
 def test_what_limits_a_step_is_named():
@@ -347,6 +356,8 @@ def test_what_limits_a_step_is_named():
     assert step(GRADIENTS, compute, Cluster(64, 1, quick), ddp, control_alpha_s=0.0243).limit == "compute", "2%"
     many = step(GRADIENTS, compute, Cluster(4096, 1, quick), ddp, control_alpha_s=0.1)
     assert (many.limit, many.step_s) == ("vote", pytest.approx(2 * 4095 * 0.1))
+    short = step(GRADIENTS, Compute(0.01, 0.02), Cluster(4096, 1, quick), ddp, control_alpha_s=1e-4)
+    assert short.step_s == pytest.approx(0.03 + (2 * 4095 * 1e-4 - 0.03) / 64, rel=0.05), "a vote in 64 steps"
     assert step(GRADIENTS, compute, cluster, ddp, input_s=100.0).limit == "input"
     assert step(GRADIENTS, compute, cluster, ddp, input_s=100.0).step_s == 100.0
 
@@ -455,6 +466,7 @@ def test_lenets_arithmetic_is_the_one_by_hand():
     others = 2 * (25 * 6 * 16 * 16 + 64 * 120 + 120 * 84 + 84 * 10)
     assert workload.flops_per_sample == 2 * first + 3 * others
     assert workload.parameters == 21_386
+    assert workload.activation_bytes_per_sample < 4 * 21_386 / 2, "weights are no activations"
 
 
 def test_text_is_looked_at_too():
@@ -504,6 +516,7 @@ def test_weights_that_are_not_trained_take_memory_alone():
     part = count_pass(model, kind.data)
     assert part.parameter_bytes == whole.parameter_bytes - frozen.nbytes
     assert part.buffer_bytes == whole.buffer_bytes + frozen.nbytes
+    assert part.checkpoint_bytes(args) == whole.checkpoint_bytes(args) - frozen.nbytes, "its momentum"
 
 
 # ---- the command
@@ -545,6 +558,7 @@ def test_buckets_and_compression_are_the_recipes():
         assert command.method_of(*command.parse_args(words.split())).grad_compression == compression
     for words, first in (("tensor", None), ("tensor --device cpu", None), ("apex --device cpu", 2**20)):
         assert command.method_of(*command.parse_args(words.split())).bucket_bytes == (25 * 2**20, first)
+    assert command.method_of(*command.parse_args(["spawn", "--device", "cpu"])).bucket_bytes == (4 * 2**20, None)
 
 
 def test_a_configuration_says_the_data_and_the_batch(tmp_path):
@@ -640,6 +654,24 @@ def test_compute_is_measured_on_request():
     made = command.make_plan(words)[0]
     assert made["compute"]["source"].startswith("measured here: CPU")
     assert made["rows"][0]["step_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("step_s", "fixed_share"),
+    [(lambda samples: 4 + samples, 1 / 3), (lambda samples: samples**2, 0), (lambda samples: 3 / samples, 1)],
+)
+def test_half_of_the_samples_show_the_fixed_part(monkeypatch, step_s, fixed_share):
+    """The first two steps are slower, and none of those that count."""
+
+    def timed(args, kind, samples, device):
+        slow_s = iter([1.0, 1.0])
+        return lambda: [step_s(samples) / 2 + next(slow_s, 0.0)] * 2 + [0.5]
+
+    monkeypatch.setattr(workload_module, "timed_step", timed)
+    args, kind, _ = looked_at("--data", "digits")
+    found = workload_module.measure_compute(args, kind, 8, torch.device("cpu"))
+    assert found.total_s == pytest.approx(step_s(8) + 0.5)
+    assert found.fixed_share == pytest.approx(fixed_share)
 
 
 def test_a_measurement_that_takes_minutes_says_so(monkeypatch, capsys):

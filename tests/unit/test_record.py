@@ -21,7 +21,7 @@ import torch
 from recipes.common.checkpoint.checkpoint import Position, pack
 from recipes.common.errors import UserError
 from recipes.common.loop import begin_run
-from recipes.common.record import provenance
+from recipes.common.record import provenance, record
 from recipes.common.record.earlier_launches import remove_record, rename_report
 from recipes.common.record.provenance import hardware, versions
 from recipes.common.record.record import open_run
@@ -142,12 +142,22 @@ class TestRecord:
             with pytest.raises(UserError, match=r"cannot write .*a.*: No space left on device"):
                 call()
 
-    def test_names_count_up(self, tmp_path):
+    def test_names_count_up(self, tmp_path, monkeypatch):
         names = [self.open(tmp_path)[0].folder.name for _ in range(3)]
         assert names == ["single-001", "single-002", "single-003"]
         assert self.open(tmp_path, recipe="ddp")[0].folder.name == "ddp-001"
         (tmp_path / "single-1203").mkdir()
         assert self.open(tmp_path)[0].folder.name == "single-1204"
+        monkeypatch.setattr(record, "names_in", lambda folder: {"single-001"})  # as if others had begun since
+        assert self.open(tmp_path)[0].folder.name == "single-004"
+
+    def test_the_record_is_on_the_disk_before_it_has_its_name(self, tmp_path, monkeypatch):
+        """After a power cut, an empty config.json would be a damaged one."""
+        calls, fsync, replace = [], os.fsync, Path.replace
+        monkeypatch.setattr(os, "fsync", lambda handle: calls.append("fsync") or fsync(handle))
+        monkeypatch.setattr(Path, "replace", lambda path, to: calls.append(to.name) or replace(path, to))
+        self.open(tmp_path)
+        assert calls == ["fsync", "config.json", "fsync", "metrics.jsonl"]
 
     def test_a_taken_name_is_refused(self, tmp_path):
         self.open(tmp_path, "--name", "a")

@@ -433,6 +433,9 @@ DAMAGED = {
     r"'\.\./train-000000\.tar' is not a shard's name": (
         lambda about, _: about.update(shards={f"../{name}": size for name, size in about["shards"].items()})
     ),
+    r"'a/\.\./train-000000\.tar' is not a shard's name": (
+        lambda about, _: about.update(shards={f"a/../{name}": size for name, size in about["shards"].items()})
+    ),
     r"an image of train is where there can be none\)": lambda _, arrays: np.put(arrays["train_size"], 3, 2**30),
     r"train has other fields than images have\)": (
         lambda _, arrays: arrays.update(train_label=arrays["train_label"].astype(np.int8))
@@ -457,6 +460,26 @@ def test_a_folder_that_is_not_whole_is_refused(copy, error):
     NOT_WHOLE[error](copy)
     with serve(copy) as (url, _), pytest.raises(UserError, match=error):
         load(url)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("val_shard", -1), ("val_shard", 99), ("val_offset", -1), ("val_size", 2**20), ("val_label", 3)],
+)
+def test_an_image_outside_of_its_shard_or_of_all_classes_is_refused(copy, name, value):
+    rewrite(copy, lambda _, arrays: np.put(arrays[name], 3, value))
+    with pytest.raises(UserError, match=r"an image of val is where there can be none\)"):
+        load(copy)
+
+
+def test_an_image_that_is_too_large_for_memory_is_refused(copy):
+    def enlarge(about, arrays):
+        about["shards"] = dict.fromkeys(about["shards"], 2**40)
+        np.put(arrays["val_size"], 3, 2**29)
+
+    rewrite(copy, enlarge)
+    with pytest.raises(UserError, match=r"an image of val is where there can be none\)"):
+        load(copy)
 
 
 def test_a_cache_that_cannot_be_kept_is_refused(shards, tmp_path, monkeypatch):

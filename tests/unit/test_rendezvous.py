@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from recipes.common.errors import UserError
 from recipes.common.process.node import Failure, Node
-from recipes.common.process.rendezvous_errors import MissingStoreError, PortTakenError
+from recipes.common.process.rendezvous_errors import MissingStoreError, PortTakenError, port_taken_error
 from recipes.common.watch.timeouts import HANG_STATUS
 from scripts.launch import elastic, local, rank_processes, rejoin, stuck, torch_agent
 from scripts.launch.command import NOT_ELASTIC
@@ -56,6 +56,8 @@ def test_the_store_of_nodes_on_this_machine_is_out_of_others_reach():
     with pytest.raises(UserError, match=f"^MASTER_PORT {place.master_port} "):
         torch_agent.meet_nodes(place, "job")
     del served
+    with pytest.raises(UserError, match=r"^cannot listen at 192\.0\.2\.1:29500: Cannot assign requested address$"):
+        torch_agent.listening_fd("192.0.2.1", 29500)  # of no machine
 
 
 @pytest.mark.parametrize(("address", "place"), [("127.0.0.1", "127.0.0.1"), ("node-a", "")])
@@ -207,6 +209,30 @@ def test_a_node_joins_the_next_round(nodes):
     assert not a._newcomers_since_s, "the next newcomer waits for others, too"
 
 
+def test_a_node_that_restarts_its_ranks_is_not_lost(nodes):
+    a, b = nodes(2, max_nodes=2)
+    join(a, b)
+    with ThreadPoolExecutor(1) as pool:
+        again = pool.submit(b.next_rendezvous)
+        wait_for_change(a)
+        wait_until(lambda: a.num_nodes_waiting() and not a.lost, 10, "b, which waits for the next round")
+        assert (a.left, a.has_lost()) == ({b._this_node}, False)
+        a.next_rendezvous()
+        assert again.result().world_size == 2
+
+
+def test_newcomers_share_a_restart_and_each_round_runs_a_while(monkeypatch):
+    one, now = elastic.Handler.__new__(elastic.Handler), [100.0]
+    monkeypatch.setattr(elastic, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    one._begun_s, joined_at_s = 100.0, []
+    for _ in range(2):
+        one._newcomers_since_s = 0.0
+        while not one._is_time_to_join():
+            now[0] += 0.5
+        joined_at_s.append(now[0])
+    assert joined_at_s == [110.5, 113.0]
+
+
 def test_a_node_that_is_stopped_before_it_joins_stops_no_ranks(nodes):
     a, b, c = nodes(3)
     c.announce_stop()
@@ -252,8 +278,10 @@ def test_a_beat_touches_no_disk(nodes, monkeypatch):
     assert touched == []
 
 
-def test_the_jobs_clock_is_the_stores(store, monkeypatch):
-    monkeypatch.setattr(elastic.JobClock, "offset_s", 1000.0)
+def test_the_jobs_clock_is_the_stores(nodes, store, monkeypatch):
+    monkeypatch.setattr(elastic.JobClock, "offset_s", 0.0)
+    elastic.connect(store).set("clock", repr(time.monotonic() + 1000))
+    nodes(1)
     monkeypatch.setattr(time, "time", lambda: 0.0)  # this node's clock has jumped
     assert dynamic_rendezvous.datetime.now().timestamp() == pytest.approx(time.monotonic() + 1000, abs=1)
 
@@ -272,10 +300,15 @@ def test_a_node_that_has_lost_the_store_gives_up(nodes, monkeypatch):
     watch.join()
 
 
-def test_answers_that_come_late_are_no_silence(monkeypatch):
+@pytest.mark.parametrize(
+    ("answers", "stopped_by"), [([1.0, 1.0, 2.0, 2.0, 3.0, 3.0], set()), ([1.0] * 9, {signal.SIGTERM})]
+)
+def test_answers_that_come_late_are_no_silence(monkeypatch, answers, stopped_by):
+    """And ranks that stop need no answers to write their checkpoint."""
+    monkeypatch.setattr(elastic, "STOPPED_BY", stopped_by)
     monkeypatch.setattr(elastic, "BEAT_S", 0)
     monkeypatch.setattr(elastic, "STORE_SILENCE_S", 3)
-    one, times = elastic.Handler.__new__(elastic.Handler), iter([1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0])
+    one, times = elastic.Handler.__new__(elastic.Handler), iter(answers)
 
     class Answers:
         @property
@@ -285,7 +318,7 @@ def test_answers_that_come_late_are_no_silence(monkeypatch):
             return time_s
 
     one._state_holder = Answers()
-    one.watch_store(lambda: pytest.fail("the store answers every other beat"))
+    one.watch_store(lambda: pytest.fail("it gives up"))
 
 
 def test_a_refusal_is_that_of_all_nodes(nodes, monkeypatch):
@@ -391,7 +424,7 @@ def test_a_failure_is_told_and_leaves_a_restart(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("is_refusal", "restarts", "noted"), [(True, 0, "2"), (False, 2, None)])
 def test_a_refusal_is_not_tried_again(monkeypatch, is_refusal, restarts, noted):
-    one, monitor = monitored(monkeypatch, failed(r0=2), FakeHandler(refusal=is_refusal))
+    one, monitor = monitored(monkeypatch, failed(r0=2, r1=-signal.SIGUSR2), FakeHandler(refusal=is_refusal))
     monitor()
     assert one._remaining_restarts == restarts
     assert one.handler.noted.get("status") == noted
@@ -445,7 +478,8 @@ def test_a_script_may_end_on_one_node_before_the_others(nodes, monkeypatch):
     monkeypatch.setenv("SCRIPT", "train.py")
     a, b = nodes(2, min_nodes=1, max_nodes=3)
     a._settings.timeout.is_first = b._settings.timeout.is_first = lambda: False
-    join(a, b)
+    for _ in range(2):
+        join(a, b)
     b.announce_finish()
     b._stop_heartbeats()
     wait_until(lambda: b._this_node not in a._state_holder.state.participants or a.num_nodes_waiting(), 10, "b")
@@ -549,11 +583,16 @@ def test_a_stop_signal_while_the_nodes_meet(monkeypatch, has_run, has_saved, sta
     monkeypatch.setattr(torch_agent.Agent, "_start_workers", lambda self, group: {})
     group = SimpleNamespace(spec=SimpleNamespace(args=()))
     one.has_run, one.handler.has_saved = has_run, has_saved
+    one.failures, one.later_args = {0: Failure(1, 7)}, lambda: ["--resume", "auto"]
     with pytest.raises(UserError if status else SignalException):
         one._start_workers(group)
     elastic.STOPPED_BY.clear()
     one._start_workers(group)
     assert (one.has_run, one.handler.has_saved) == (True, False), "from now on there is something to lose"
+    assert (one.failures, group.spec.args) == (None, ())
+    one.handler.round = 1
+    one._start_workers(group)
+    assert group.spec.args == ("--resume", "auto")
 
 
 UNSAVED = (
@@ -586,10 +625,30 @@ def test_a_stop_signal_ends_a_node_whose_ranks_have_ended(
     monkeypatch.setattr(rank_processes, "STOPPED_BY", set())
     monkeypatch.setattr(rank_processes, "announce_stop", announce_stop)
     monkeypatch.setenv(rank_processes.HAS_RETURNED, has_returned)
+    monkeypatch.setenv("STOPPED_FILE", str(tmp_path / "stopped"))
     with pytest.raises(SystemExit) as caught:
         rank_processes.pass_signals_on(str(logs))
     assert caught.value.code == status
+    assert (tmp_path / "stopped").exists(), "a batch script may have got no signal itself"
+    assert not logs.exists()
     assert "".join(capfd.readouterr()) == said
+
+
+def test_a_stop_is_announced_once_and_before_ranks_get_it(monkeypatch, tmp_path):
+    """Launchers repeat the signal; and the agent may not have noticed yet how its ranks have ended."""
+    (tmp_path / "attempt_0").mkdir()
+    signals, answers, seen = iter([signal.SIGTERM] * 2), iter([False, True]), []
+    rank = Mock(send_signal=seen.append)
+    monkeypatch.setattr(signal, "sigwait", lambda _: next(signals))
+    monkeypatch.setattr(psutil.Process, "children", lambda self: [rank])
+    monkeypatch.setattr(rank_processes, "STOPPED_BY", set())
+    monkeypatch.setattr(rank_processes, "announce_stop", lambda: seen.append("announced"))
+    with pytest.raises(StopIteration):
+        rank_processes.pass_signals_on(str(tmp_path))
+    assert seen == ["announced", signal.SIGTERM]
+    monkeypatch.setattr(rank_processes, "STATUS_WAIT_S", 0)
+    monkeypatch.setattr(rank_processes, "announce_stop", lambda: next(answers))
+    assert rank_processes.have_ended_well()
 
 
 @pytest.mark.parametrize("start", ["torchrun", "processes"])
@@ -655,8 +714,8 @@ def test_a_stop_needs_no_store(store, monkeypatch):
     one._stop_heartbeats()
 
 
-@pytest.mark.parametrize(("lost", "bound_s"), [(False, 0.5), (True, 60)])
-def test_ranks_have_a_bound_for_the_checkpoint_and_none_without_a_peer(monkeypatch, lost, bound_s):
+@pytest.mark.parametrize(("left", "lost", "bound_s"), [(False, False, 0.5), (True, True, 60), (True, False, 60)])
+def test_ranks_have_a_bound_for_the_checkpoint_and_none_without_a_peer(monkeypatch, capsys, left, lost, bound_s):
     monkeypatch.setattr(elastic, "CHECKPOINT_TIMEOUT_S", bound_s)
     healthy = RunResult(state=WorkerState.HEALTHY)
     one, _ = monitored(monkeypatch, healthy, FakeHandler())
@@ -665,19 +724,37 @@ def test_ranks_have_a_bound_for_the_checkpoint_and_none_without_a_peer(monkeypat
     stopped = []
     monkeypatch.setattr(LocalElasticAgent, "_stop_workers", lambda self, group: stopped.append(group))
     begun = time.monotonic()
-    if lost:
+    if left:
         one.handler.lost = one.handler.left = frozenset(["b"])
-        one.handler.has_lost = lambda: True
+        one.handler.has_lost = lambda: lost
         monkeypatch.setattr(elastic, "names_of", lambda nodes: "b")
     one._stop_workers(SimpleNamespace(state=WorkerState.HEALTHY))
-    assert (0 if lost else 0.5) <= time.monotonic() - begun < 5
+    assert (0 if left else 0.5) <= time.monotonic() - begun < 5
     assert len(stopped) == 1
-    assert one.handler.stopping is not lost
+    assert (one.handler.stopping, one.handler.has_saved) == (not left, False)
+    assert ("elastic: lost b: silent for 7 s\n" in capsys.readouterr().err) is lost
     assert not rank_processes.SAVING.is_set(), "ranks of a later round that fail are not waited for"
-    if not lost:
+    if not left:
         assert rank.wait(10) == -signal.SIGUSR1
     rank.kill()
     rank.wait()
+
+
+@pytest.mark.parametrize(
+    ("result", "is_file"),
+    [(None, True), (RunResult(state=WorkerState.SUCCEEDED), True), (failed(r0=1), False)],
+)
+def test_a_script_that_has_finished_leaves_a_file(monkeypatch, tmp_path, result, is_file):
+    """It has no record that shows job.sh, after the loss of an agent, that the job need not start again."""
+    monkeypatch.setenv("ENDED_FILE", str(tmp_path / "ended"))
+    monkeypatch.setattr(LocalElasticAgent, "run", lambda self, role: result)
+    one, _ = monitored(monkeypatch, None, FakeHandler())
+    assert one.run().is_failed() is not is_file
+    assert (tmp_path / "ended").exists() is is_file
+
+
+def test_a_port_that_another_program_takes_before_a_round_is_no_refusal(store):
+    assert port_taken_error(29500).status == PortTakenError.status
 
 
 def test_another_torch_is_refused(store, monkeypatch):
@@ -691,11 +768,11 @@ def test_another_torch_is_refused(store, monkeypatch):
 
 @pytest.mark.parametrize(("ended", "status"), [(-9, 1), (69, 1), (68, 1), (2, 2)])
 @pytest.mark.parametrize("is_closed", [True, False])
-def test_no_end_of_a_rank_is_taken_for_that_of_its_agent(monkeypatch, ended, status, is_closed):
+def test_no_end_of_a_rank_is_taken_for_that_of_its_agent(monkeypatch, capsys, ended, status, is_closed):
     """Statuses above 128, and 69, mean that the agent was killed or lost the store, and let the node return."""
     monkeypatch.setenv("SCRIPT", "train.py")
     handler = FakeHandler()
-    handler.job_status, handler.shutdown = lambda: int(ended == 2), lambda: None
+    handler.job_status, handler.shutdown = lambda: int(ended == 2), Mock()
     handler.watch_store = lambda give_up: None
     handler.notes.compare_set = lambda key, expected, wanted: wanted.encode()
 
@@ -713,6 +790,9 @@ def test_no_end_of_a_rank_is_taken_for_that_of_its_agent(monkeypatch, ended, sta
     monkeypatch.setattr(elastic, "Agent", lambda *_: agent)
     node = Node(2, 0, nproc_per_node=1, master_addr="n1", master_port=7, rdzv_timeout_s=3)
     assert elastic.run(node, "ddp", [], "logs") == status
+    assert handler.shutdown.called
+    was_restarted = "elastic: that was restart 3 of at most 3 (MAX_RESTARTS)\n" in capsys.readouterr().err
+    assert was_restarted is (not is_closed and ended != 2)
 
 
 AGENT = """

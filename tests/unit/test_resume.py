@@ -203,6 +203,16 @@ def test_a_run_begun_from_another_is_never_begun_from_step_0(run, single, tmp_pa
         single("b", "--epochs", "2", "--resume", "auto")
 
 
+def test_the_run_that_another_begins_from_stays_as_it_is(run, single):
+    good = newest_checkpoint(run)
+    damaged = run / "checkpoints" / f"step-{EPOCH + 1:09d}.pt"
+    damaged.write_bytes(b"cut")
+    before = contents(run)
+    lines = single("b", "--max-steps", "24", "--start-from", str(run))
+    assert f"resumed from {run}/checkpoints/step-{good['position']['step']:09d}.pt at step {EPOCH}" in lines
+    assert contents(run) == before
+
+
 def test_a_run_begun_from_another_has_a_best_checkpoint_of_its_own(run, single, tmp_path):
     content = newest_checkpoint(run)
     content["position"]["best_score"] = 1.0
@@ -471,13 +481,15 @@ def test_without_a_name_the_newest_run_of_the_recipe_goes_on(run, single, tmp_pa
         ("zoe", "2026-01-01T09:00:00+0000", "single"),
         ("single-007", "2026-01-03T09:00:00+0000", "single"),
         ("mine", "2026-01-03T09:30:00-0100", "single"),
+        ("twin", "2026-01-03T10:30:00+0000", "single"),
         ("theirs", "2026-01-09T09:00:00+0000", "ddp"),
     ):
         other = shutil.copytree(run, tmp_path / "runs" / name)
         config = read(other)
         config["launches"][-1].update(time=launched, recipe=recipe)
         (other / "config.json").write_text(json.dumps(config))
-    os.utime(tmp_path / "runs" / "mine" / "config.json", (0, 0))
+    for name, written_s in (("mine", 2), ("twin", 1)):
+        os.utime(tmp_path / "runs" / name / "config.json", (written_s, written_s))
     (tmp_path / "runs" / "notes.txt").write_text("")
     (tmp_path / "runs" / "compare-001").mkdir()
     (tmp_path / "runs" / "bert").mkdir()
@@ -486,7 +498,7 @@ def test_without_a_name_the_newest_run_of_the_recipe_goes_on(run, single, tmp_pa
     mine = tmp_path / "runs" / "mine"
     assert f"resumed from {mine}/checkpoints/step-{EPOCH:09d}.pt at step {EPOCH}" in lines
     assert losses(mine)[:EPOCH] == losses(run)
-    for name in ("zoe", "single-007", "theirs"):
+    for name in ("zoe", "single-007", "theirs", "twin"):
         assert is_equal(weights(tmp_path / "runs" / name), weights(run))
 
 
@@ -500,6 +512,21 @@ def test_a_config_that_cannot_be_judged_is_not_passed_over_silently(run, single,
     assert opened.folder == run
     warning = capsys.readouterr().err
     assert warning.startswith(f"warning: skipped a run in the search for the newest one: {tmp_path}/b/config.json")
+
+
+def test_a_run_of_another_user_is_passed_over(run, monkeypatch, capsys):
+    shutil.copytree(run, run.with_name("theirs"))
+    read_text = record.Path.read_text
+
+    def read_own(path, *args, **options):
+        if path.parent.name == "theirs":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return read_text(path, *args, **options)
+
+    monkeypatch.setattr(record.Path, "read_text", read_own)
+    opened, _ = open_run(options(["--runs-dir", str(run.parent), "--resume", "auto"]), "single", [])
+    assert opened.folder == run
+    assert "warning: skipped a run in the search for the newest one: " in capsys.readouterr().err
 
 
 class StopsInEvaluation(Classification):

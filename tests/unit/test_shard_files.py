@@ -130,7 +130,9 @@ def shards(folder, step=None):
 
 def test_what_is_written_is_read(folder):
     content = read_newest(folder, set_aside=True)[1]
+    content["model"]["tied"] = {**content["model"]["matrix"]}
     whole = read_whole(content)
+    assert whole["model"].pop("tied") is whole["model"]["matrix"]
     assert is_equal(whole["model"], tensors(20))
     assert whole["optimizer"] == {"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
     assert whole["position"]["step"] == 20
@@ -138,6 +140,12 @@ def test_what_is_written_is_read(folder):
     sizes = [path.stat().st_size for path in shards(folder, 20)]
     assert sum(sizes) == sum(tensor.nbytes for tensor in tensors(20).values())
     assert max(sizes) < sum(sizes) / 2
+
+
+def test_a_rank_without_tensors_writes_no_file(folder):
+    path = folder.folder / "step-000000030-00000-01234567.shard"
+    assert ShardedFolder(folder, Together(0, None, [None]))._write_part(path, []) is None
+    assert not path.exists()
 
 
 def test_empty_tensors_have_no_pieces_and_keep_their_shapes():
@@ -313,6 +321,8 @@ def test_a_rank_that_remembers_older_names_looks_again(folder, monkeypatch):
     peers = SimpleNamespace(rank=1, world_size=RANKS)
     text, is_unread = shard_files._check_share(peers, path, entries)
     assert (text.split(" in ")[0], is_unread) == (f"no {entries[1]['name']}", True)
+    without_a_share = SimpleNamespace(rank=RANKS, world_size=RANKS + 1)
+    assert shard_files._check_share(without_a_share, path, entries)[0].startswith(f"no {entries[0]['name']} in ")
     monkeypatch.setattr(shard_files, "refresh_names", lambda folder: is_old.clear())
     assert shard_files._check_share(peers, path, entries) == ("", False)
 
@@ -324,6 +334,30 @@ def test_rank_0_looks_again_where_it_remembers_older_names(folder, monkeypatch):
     alone = Together(0, threading.Barrier(1), [None])
     path, _ = share_checks(lambda check: read_newest(folder, False, check), alone, 60.0, 0.0)
     assert path.name == "step-000000020.pt"
+
+
+def test_files_without_a_size_make_a_bad_checkpoint_on_any_number_of_ranks(folder):
+    path = folder.paths()[0]
+    entries = [{"name": entry["name"]} for entry in torch.load(path, weights_only=True)["shards"]["files"]]
+    found = shard_files._check_share(SimpleNamespace(rank=1, world_size=RANKS), path, entries)
+    assert found == ("it does not say which shard files it has", False)
+
+
+def test_the_search_ends_with_the_connections(folder):
+    """Its thread would keep the interpreter alive."""
+    has_ended, lost = threading.Event(), RuntimeError("Connection closed by peer")
+    alone = Together(0, None, [None])
+    alone.broadcast_object = Mock(side_effect=lost)
+
+    def look(check):
+        try:
+            return read_newest(folder, False, check)
+        finally:
+            has_ended.set()
+
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        share_checks(look, alone, 60.0, 60.0)
+    assert has_ended.wait(20)
 
 
 def test_a_passing_fault_condemns_nothing(folder, monkeypatch):
@@ -377,6 +411,14 @@ def full_disk(sharded, content):
     sharded._write_part = fail
 
 
+def full_memory(sharded, content):
+    sharded._write_part = Mock(side_effect=RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+
+
+def own_disk(sharded, content):
+    sharded.folder = CheckpointFolder(sharded.folder.folder / "elsewhere" / "checkpoints")
+
+
 def bad_weights(sharded, content):
     content["parts"] = UserError("the weights are not finite")
 
@@ -385,6 +427,8 @@ def bad_weights(sharded, content):
     ("spoil", "message"),
     [
         (full_disk, "rank 1: cannot write .*00001-.*: No space left on device.*step-000000020.pt is intact"),
+        (full_memory, "rank 1: cannot write .*: DefaultCPUAllocator.*step-000000020.pt is intact"),
+        (own_disk, "rank 1: cannot write .*/elsewhere/.*: No such file or directory; there is no earlier one"),
         (bad_weights, "rank 1: the weights are not finite"),
     ],
 )

@@ -1,5 +1,6 @@
 """Shards: the very images of the folder that was packed, and one line for whatever is wrong with them."""
 
+import errno
 import itertools
 import json
 import os
@@ -98,6 +99,7 @@ def test_the_layout_is_webdatasets(images, whole):
             for image, label in zip(members[::2], members[1::2], strict=True):
                 number, kind = label.name.split(".")
                 assert (image.name.split(".")[0], kind, len(number)) == (number, "cls", 8)
+                assert image.name == image.name.lower()
                 found[int(number)] = tar.extractfile(image).read(), int(tar.extractfile(label).read())
     classes = sorted(os.listdir(images / "train"))
     paths = [path for name in classes for path in sorted((images / "train" / name).glob("*.*[gG]"))]
@@ -209,12 +211,24 @@ def test_blocks_of_shards_in_the_folders_order_are_refused(copy):
 
 
 def test_a_folder_that_is_not_whole_is_refused(copy):
-    os.truncate(copy / "train-000001.tar", 512)
-    with pytest.raises(UserError, match=r"train-000001\.tar has 512 bytes instead of "):
-        load("shards", copy)
+    for size in (512, 2**20):
+        os.truncate(copy / "train-000001.tar", size)
+        with pytest.raises(UserError, match=rf"train-000001\.tar has {size} bytes instead of "):
+            load("shards", copy)
     (copy / INDEX).unlink()
     with pytest.raises(UserError, match=r"cannot read .*index\.npz \(No such file.*make shards DATA_DIR="):
         load("shards", copy)
+
+
+def test_an_index_that_cannot_be_written_is_none(images, tmp_path, monkeypatch):
+    def fill_disk(file, **arrays):
+        file.write(b"begun")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", fill_disk)
+    with pytest.raises(OSError, match="No space"):
+        packed(images, tmp_path / "out")
+    assert not (tmp_path / "out" / INDEX).exists()
 
 
 def test_the_command_packs_and_refuses(images, tmp_path, capsys, monkeypatch):

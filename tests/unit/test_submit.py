@@ -90,6 +90,8 @@ def test_what_is_not_given_is_left_to_the_cluster(tmp_path, sbatch_file):
     given = {"--mem", "--gpus-per-node", "--cpus-per-task", "--partition", "--account", "--qos", "--time"}
     assert not given & set(flags)
     assert "#SBATCH --ntasks-per-node=2\n" in text
+    text = sbatch_file(tmp_path / "one", "dataparallel", "--gpus-per-node", "4")
+    assert "#SBATCH --ntasks-per-node=1\n" in text, "one process, all its GPUs"
 
 
 def test_gpus_may_have_a_type_and_a_short_limit_leaves_a_quarter_for_the_checkpoint(tmp_path, sbatch_file):
@@ -112,6 +114,7 @@ def test_the_names_of_a_sweeps_runs():
         ([{"lr": "0.1", "seed": "1"}, {"lr": "0.2", "seed": "1"}], ["mine-lr0.1-seed1", "mine-lr0.2-seed1"]),
         ([{"data-dir": "/data/a"}, {"data-dir": "/data/b"}], ["mine-0", "mine-1"]),
         ([{"name": "a" * 100}], ["mine-0"]),
+        ([{"a": "1", "b": "2-b3"}, {"a": "1-b2", "b": "3"}], ["mine-0", "mine-1"]),
     ):
         assert submit.run_names("mine", points) == names
 
@@ -289,6 +292,16 @@ def test_a_line_under_way_is_printed_when_it_is_whole(tmp_path, capsys):
         assert capsys.readouterr().out == printed
 
 
+def test_a_long_silence_ends_and_points_of_a_sweep_share_no_output(tmp_path, capsys):
+    running = {"7": ("RUNNING", "None", 0)}
+    job = watched(tmp_path, shown="RUNNING", run=Run("ddp", [], tmp_path, {"lr": "0.1"}))
+    job.log.write_text("step 5\n")
+    job.last_output -= submit.SILENCE_S + 1
+    for _ in range(2):
+        job.look(running)
+    assert capsys.readouterr().out == "job 7: RUNNING\n"
+
+
 def test_the_cause_is_that_of_the_last_start():
     start = "submitit INFO (x) - Starting with JobEnvironment(job_id=1)\n"
     assert submit.cause_in(f"{start}error: old\n{start}all well\n") == ""
@@ -439,16 +452,19 @@ def test_a_local_sweep_whose_launcher_was_killed_has_failed(tmp_path, monkeypatc
     assert submit.train_here(args, tmp_path, runs) == 137
 
 
-def test_a_sweep_has_the_status_of_its_worst_run(tmp_path, monkeypatch):
-    statuses = iter([1, 0])
-    monkeypatch.setattr(submit, "submit_runs", lambda *_: [SimpleNamespace(job_id=f"7_{i}") for i in range(2)])
+def test_a_sweep_has_the_status_of_its_worst_run(tmp_path, monkeypatch, capsys):
+    statuses = iter([0, 1, 0])
+    monkeypatch.setattr(submit, "submit_runs", lambda *_: [SimpleNamespace(job_id=f"7_{i}") for i in range(3)])
     ended = SimpleNamespace(log=tmp_path / "log", end=lambda: next(statuses))
     monkeypatch.setattr(submit, "Watched", lambda run, job: ended)
     for name in ("watch", "report"):
         monkeypatch.setattr(submit, name, lambda *_: None)
-    args = submit.parse_args(["ddp", "--sweep", "lr=0.1,0.2"])
+    args = submit.parse_args(["ddp", "--sweep", "lr=0.1,0.2,0.3"])
     runs = [Run("ddp", [], tmp_path, point) for point in submit.grid_points(args.sweep)]
     assert submit.submit_to_slurm(args, tmp_path, runs) == 1
+    monkeypatch.setattr(submit, "watch", Mock(side_effect=KeyboardInterrupt))
+    assert submit.submit_to_slurm(args, tmp_path, runs) == 130
+    assert "\njob 7 continues; to follow it: tail -n +1 -F " in capsys.readouterr().out
 
 
 def test_the_last_lines_of_a_start_come_before_its_requeue(tmp_path, capsys):

@@ -6,12 +6,14 @@ import errno
 import json
 import os
 import random
+import re
 import signal
 import socket
 import statistics
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import ClassVar
@@ -21,6 +23,7 @@ import pytest
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
+from recipes.common.errors import UserError
 from recipes.common.parallel import sharding
 from recipes.common.process import entry
 from recipes.common.process.entry import run_main
@@ -29,8 +32,8 @@ from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.watch import report
 from recipes.common.watch import watch as watch_module
 from recipes.common.watch.notes import Notes, read_notes
-from recipes.common.watch.report import COLLECT_S, GATHER_S, MOST_NAMED, Report, summarize
-from recipes.common.watch.timeouts import HANG_STATUS, wait_timeout
+from recipes.common.watch.report import COLLECT_S, GATHER_S, MOST_NAMED, Report, describe_rank, summarize
+from recipes.common.watch.timeouts import HANG_STATUS, time_limit, wait_timeout
 from recipes.common.watch.watch import NOTE_INTERVAL_S, Watch, median_without, stragglers
 from recipes.common.world import devices, world
 from scripts.launch.local import free_port
@@ -99,17 +102,18 @@ def test_collectives_of_one_name_in_a_row_count_once(watch):
 
 
 def test_after_a_collective_inside_of_another_the_outer_one_is_watched(args, watch):
-    with watch("gradients", computes=True):
+    with watch("sample", computes=True, timeouts=3):
         with watch("agreement"):
             pass
         at = watch._at
-        assert (at.name, at.is_inside, at.limit_s, at.entered) == ("gradients", True, 2 * args.timeout_s + 1, 2)
+        assert (at.name, at.is_inside, at.limit_s, at.entered) == ("sample", True, 4 * args.timeout_s + 1, 2)
     assert not watch._at.is_inside
 
 
 def test_a_dead_peer_is_told_from_one_that_hangs(watch):
     with watch("gradients"):
         assert watch.is_hang("Timed out waiting 5000ms for recv operation to complete")
+        assert watch.is_hang("[Rank 1] Work WorkNCCL(SeqNum=7, OpType=BROADCAST) timed out in blocking wait.")
         assert watch.is_hang("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, ")
         assert not watch.is_hang("Connection closed by peer")
         watch._at = watch._at._replace(since=time.monotonic() - 4.5)
@@ -157,15 +161,70 @@ MEMORY = (
 def test_what_a_failed_collective_says_is_one_line(message, kind, reason, monkeypatch, capsys):
     monkeypatch.setattr(os, "_exit", sys.exit)
 
+    wrapped = RuntimeError("the step failed")
+    wrapped.__cause__ = RuntimeError(message)
+    for error in (wrapped.__cause__, wrapped):
+        with pytest.raises(SystemExit) as caught:
+            run_main(Mock(side_effect=error))
+        assert caught.value.code == 1
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: rank 0 on {socket.gethostname()} {kind}")
+        assert line.endswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "on_every_node", "have_met", "slept_s", "is_printed"),
+    [
+        ("0", "0", False, True, [], True),
+        ("3", "0", True, True, [], True),
+        ("3", "0", False, False, [3.0], True),
+        ("3", "0", False, True, [3.0], False),
+        ("3", "1", False, False, [6.0], False),
+        ("3", None, False, False, [3.0], False),
+    ],
+)
+def test_which_rank_prints_a_refusal(
+    monkeypatch, capsys, rank, local_rank, on_every_node, have_met, slept_s, is_printed
+):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    slept = []
+    monkeypatch.setattr(entry, "time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr(entry, "HAVE_MET", SimpleNamespace(is_set=lambda: have_met))
+    assert run_main(Mock(side_effect=UserError("wrong", on_every_node=on_every_node))) == 2
+    assert (slept, capsys.readouterr().err) == (slept_s, "error: wrong\n" * is_printed)
+
+
+def test_a_signal_ends_the_wait_for_rank_0(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    stop = lambda seconds: signal.raise_signal(signal.SIGTERM)  # noqa: E731
+    monkeypatch.setattr(entry, "time", SimpleNamespace(sleep=stop))
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     with pytest.raises(SystemExit) as caught:
-        run_main(Mock(side_effect=RuntimeError(message)))
-    assert caught.value.code == 1
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: rank 0 on {socket.gethostname()} {kind}")
-    assert line.endswith(reason)
+        run_main(Mock(side_effect=UserError("wrong")))
+    assert caught.value.code == 2
 
 
-def test_a_gpu_without_memory_is_one_line_once_the_checkpoint_is_written(monkeypatch, capsys):
+def test_of_ranks_with_the_same_error_one_prints_it(args, monkeypatch, capsys):
+    store, slept = Store(), []
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(entry, "time", SimpleNamespace(sleep=slept.append))
+    error = UserError("wrong", on_one_rank=True)
+    error.status = 7
+    for rank in (1, 0):
+        watch = Watch(rank, 2, args, store)
+        with pytest.raises(SystemExit) as caught:
+            run_main(Mock(side_effect=error))
+        assert caught.value.code == 7
+        assert watch._closed.is_set()
+    assert capsys.readouterr().err == "error: wrong\n"
+    assert slept == [entry.SAME_ERROR_S] * 2
+
+
+def test_a_gpu_without_memory_is_one_line_once_the_checkpoint_is_written(watch, monkeypatch, capsys):
+    watch._at = watch._at._replace(since=time.monotonic() - 60)  # a long step is no hang
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(entry, "CHECKPOINT_GRACE_S", 0.0)
     written = []
@@ -258,7 +317,24 @@ def test_a_rank_without_a_store_ends_with_the_others_that_share_its_folder(args,
         watch.close()
 
 
+def test_a_rank_ends_with_the_others_that_share_its_store(args):
+    with contextlib.closing(Recorder(0, 2, args, Store())) as watch:
+        watch.notes.put("hung", "1")
+        wait_until(lambda: watch.ends, 20, "the end")
+
+
+def test_a_store_that_has_ended_is_no_error(args, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", Mock())
+    store = SimpleNamespace(set=Mock(side_effect=RuntimeError("Connection was likely closed")))
+    with contextlib.closing(Watch(0, 1, args, store)) as watch:
+        watch._threads[1].join(20)
+        assert not watch._threads[1].is_alive()
+    assert not threading.excepthook.called
+
+
 def test_a_store_that_does_not_answer_is_asked_once():
+    late = Notes(Store(), 120_000).ask(lambda store: (time.sleep(0.5), "late")[1], "nothing", bound_s=0.05)
+    assert late == "late", "a store of many ranks has a minute more"
     notes, go = Notes(Store(), 1), threading.Event()
     assert notes.ask(lambda store: go.wait(60), "nothing", bound_s=0.05) == "nothing"
     assert notes.ask(lambda store: "an answer", "nothing") == "nothing"
@@ -270,6 +346,7 @@ def test_a_warning_about_a_slow_rank_is_given_once(args):
     watch._stragglers.append("rank 1 is slow")
     assert [watch.take_stragglers() for _ in range(2)] == [["rank 1 is slow"], []]
     watch.close()
+    assert Watch.active is None, "a store that has ended is not asked about an error"
 
 
 @pytest.fixture
@@ -327,6 +404,15 @@ def test_a_report_reads_no_module_from_a_disk(watch, args, monkeypatch):
             watch.end()
     assert caught.value.code == HANG_STATUS
     assert len(list(args.runs_dir.glob("hang-*/hang-report.txt"))) == 1
+
+
+def test_what_ends_in_time_is_not_given_up():
+    before, give_up = set(threading.enumerate()), Mock()
+    with time_limit(60.0, give_up):
+        [timer] = set(threading.enumerate()) - before
+    timer.join(10)
+    assert not timer.is_alive()
+    assert not give_up.called
 
 
 def test_the_timeout_of_waits_turns_the_flight_recorder_on(args, monkeypatch):
@@ -417,14 +503,27 @@ def test_ranks_that_stay_slow_are_named_less_and_less_often(args, monkeypatch):
         assert watch.take_stragglers()[:6] == ["rank 1 is slow"] * 6
     assert all(found_s > 0.02 * 2**i for i, found_s in enumerate(windows_s[:7]))
     assert windows_s[7] < 1.28, "once none was slow, the window is the usual one"
+    args.straggler_window_s = 1e-5
+    with contextlib.closing(Watch(0, 2, args, Store())):
+        wait_until(lambda: len(windows_s) > 40, 60, "windows of at most 360 times the first")
+    args.straggler_share, store, number = 0.0, Store(), len(windows_s)
+    with contextlib.closing(Watch(0, 2, args, store)):
+        wait_until(lambda: store.requests > 10, 60, "some notes")
+    assert len(windows_s) == number, "0 looks for none"
 
 
-def test_work_is_what_lies_outside_of_collectives(watch):
+def test_work_is_what_lies_outside_of_collectives(watch, monkeypatch):
+    now = [watch._at.since]
+    monkeypatch.setattr(watch_module, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    now[0] += 60
+    watch.restart_clock()
     for name in ("gradients", "metrics"):
-        time.sleep(0.05)
+        now[0] += 1
         with watch(name):
-            time.sleep(0.2)
-    assert 0.1 <= watch._note()["busy_s"] < 0.25
+            now[0] += 2
+            with watch("inner"):
+                pass
+    assert watch._note()["busy_s"] == 2.0
 
 
 class Observed:
@@ -470,6 +569,19 @@ class FakeEvent:
     def synchronize(self):
         note = FakeEvent.watch._note()
         FakeEvent.seen.append(("wait", self.name, note["name"], note["is_inside"]))
+
+
+def test_the_rank_that_reports_stays_until_the_others_have_read_it(watch, monkeypatch):
+    """The store may end with it."""
+    slept, watch.notes.store = [], Store()
+    monkeypatch.setattr(
+        report, "time", SimpleNamespace(monotonic=time.monotonic, time=time.time, sleep=slept.append)
+    )
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit):
+        watch.end()
+    assert watch.notes.store.values["done"] == b"0"
+    assert slept == [2 * NOTE_INTERVAL_S]
 
 
 def test_the_host_queues_a_pass_ahead_of_its_gpu_and_no_more(args, monkeypatch):
@@ -632,6 +744,78 @@ def test_a_disk_that_hangs_does_not_keep_the_report_from_the_terminal(tmp_path, 
     assert error.endswith(f"; cannot write {tmp_path}/hang-report.txt: the disk does not answer\n")
 
 
+def test_a_full_disk_is_named(tmp_path, monkeypatch, capsys):
+    fault = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(report.Path, "replace", Mock(side_effect=fault))
+    Report(0, 1, tmp_path, Notes(None, 1), {}, recent_s=5.0).make(json.dumps(note(0, 9, "gradients")), 0.0)
+    assert capsys.readouterr().err.endswith(f"; cannot write {tmp_path}/hang-report.txt: {fault.strerror}\n")
+
+
+@pytest.mark.parametrize("seen", ["done", "collectors", "hang-report.txt"])
+def test_once_another_rank_has_reported_a_rank_prints_nothing(tmp_path, capsys, seen):
+    store = Store()
+    if seen == "hang-report.txt":
+        (tmp_path / seen).touch()
+    else:
+        store.add(seen, 1)
+    Report(0, 1, tmp_path, Notes(store, 1), {}, recent_s=5.0).make(json.dumps(note(0, 9, "gradients")), 0.0)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_report_has_the_last_places_of_silent_ranks(tmp_path):
+    """Rank 1's is in the store; another was there before the rank that hosts it fell silent."""
+    store, last = Store(), {2: json.dumps(note(2, 8, "labels"))}
+    store.values["note/1"] = json.dumps(note(1, 8, "metrics")).encode()
+    own = Report(0, 3, tmp_path, Notes(store, 3), last, recent_s=5.0)
+    own.gather_s = 0.0
+    own.make(json.dumps(note(0, 9, "gradients")), 0.0)
+    text = own.path.read_text()
+    for rank, name in ((1, "metrics"), (2, "labels")):
+        assert re.search(
+            rf'\nrank {rank} did not answer; last seen \d+\.\d s ago in "{name}" after step 3\n', text
+        )
+    assert store.values["hung"] == b"0"
+
+
+def test_a_report_of_a_rank_that_noticed_it_earlier_counts(args, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    other = tmp_path / "hang" / "rank-1.txt"
+    other.parent.mkdir()
+    other.write_text(json.dumps(note(1, 9, "gradients")))
+    os.utime(other, (time.time() - 0.6 * args.timeout_s,) * 2)
+    with contextlib.closing(Watch(0, 2, args, None)) as watch, watch("gradients"):
+        watch.follow(lambda: 3, tmp_path)
+        with pytest.raises(SystemExit):
+            watch.end()
+    assert capsys.readouterr().err.startswith("error: all ranks answer, and all wait: ")
+
+
+def test_a_ranks_report_has_the_stacks_that_explain_its_wait():
+    go = threading.Event()
+    threads = [threading.Thread(target=go.wait, name=name, daemon=True) for name in ("loader", "watch: time")]
+    for thread in threads:
+        thread.start()
+    with ThreadPoolExecutor(1) as pool:
+        text = pool.submit(describe_rank, note(0, 9, "gradients"), None, threads[1:]).result()
+    assert re.search(r"\nthread MainThread:\n +File ", text)
+    assert "in describe_rank" not in text
+    text = describe_rank(note(0, 9, "gradients"), RuntimeError("lost"), threads[1:])
+    go.set()
+    assert "\nthread MainThread:\nRuntimeError: lost\n" in text
+    assert "\nthread loader:\n" in text
+    assert "\nthread watch: time:\n" not in text
+
+
+def test_without_a_store_the_lowest_rank_that_answers_writes_the_report(tmp_path, monkeypatch, capsys):
+    (tmp_path / "hang").mkdir()
+    (tmp_path / "hang" / "rank-0.txt").write_text(json.dumps(note(0, 9, "gradients")))
+    own = Report(1, 2, tmp_path, Notes(None, 2), {}, recent_s=60.0)
+    wait = Mock(side_effect=lambda _: own.path.write_text("by rank 0"))
+    monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=time.monotonic, time=time.time, sleep=wait))
+    own.make(json.dumps(note(1, 9, "gradients")), 0.0)
+    assert (own.path.read_text(), capsys.readouterr().err) == ("by rank 0", "")
+
+
 def test_a_report_can_be_read_by_those_who_can_read_the_run(tmp_path):
     mask = os.umask(0o022)
     try:
@@ -643,9 +827,14 @@ def test_a_report_can_be_read_by_those_who_can_read_the_run(tmp_path):
 
 
 def test_a_report_that_fails_ends_the_rank_all_the_same(watch, monkeypatch, capsys):
-    monkeypatch.setattr(Report, "make", Mock(side_effect=KeyError("host")))
+    make = Mock(side_effect=KeyError("host"))
+    monkeypatch.setattr(Report, "make", make)
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as caught:
         watch.end()
     assert caught.value.code == HANG_STATUS
     assert "KeyError: 'host'" in capsys.readouterr().err
+    other = threading.Thread(target=watch.end, daemon=True)
+    other.start()
+    other.join(0.2)
+    assert make.call_count == 1, "the thread that has begun ends the process"

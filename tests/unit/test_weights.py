@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import itertools
 import json
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -263,6 +265,14 @@ def test_a_damaged_or_cut_file_is_refused(given, single, tmp_path):
     with pytest.raises(UserError, match=r"cannot read --weights .*best.pt: "):
         single("a", "--weights", str(path))
     assert not (tmp_path / "a").exists()
+
+
+def test_a_passing_fault_says_nothing_of_the_file(single, tmp_path, monkeypatch):
+    path = tmp_path / "w.pt"
+    fault = OSError(errno.ESTALE, "Stale file handle", str(path))
+    monkeypatch.setattr(torch, "load", Mock(side_effect=fault))
+    with pytest.raises(UserError, match=rf"^cannot read {path}: Stale file handle$"):
+        single("a", "--weights", str(path))
 
 
 def test_a_run_is_not_overwritten_from_its_own_weights(given, single):

@@ -196,7 +196,9 @@ def _check_share(peers: Peers, path: Path, files: list[dict[str, Any]]) -> tuple
             if not (path.parent / name).exists():
                 raise UserError(f"no {name} in {path.parent} on {socket.gethostname()}; let all ranks share it")
         check_shards(path, own)
-    except (BadCheckpointError, UserError, OSError, LookupError) as error:
+    except LookupError:
+        return "it does not say which shard files it has", False
+    except (BadCheckpointError, UserError, OSError) as error:
         return str(error), not isinstance(error, BadCheckpointError)
     return "", False
 

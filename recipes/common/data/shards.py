@@ -318,7 +318,7 @@ def pack(source: Path, folder: Path, shard_bytes: int) -> Iterator[tuple[str, in
         while len(rows) < len(samples):
             name, first = f"{half}-{next(numbers):06d}.tar", len(rows)
             with tarfile.open(folder / name, "w") as tar:
-                while len(rows) < len(samples) and (tar.offset < shard_bytes or len(rows) == first):
+                while len(rows) < len(samples) and tar.offset < shard_bytes:
                     index = order[len(rows)]
                     path, label = samples[index]
                     content, key = read(os.path.join(source, path)), f"{index:08d}"

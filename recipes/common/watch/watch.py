@@ -148,8 +148,7 @@ class Watch(NoWatch):
         """Stop watching; after this, the store may end."""
         self._closed.set()
         for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(2 * ANSWER_TIMEOUT_S)
+            thread.join(2 * ANSWER_TIMEOUT_S)
         Watch.active = None
 
     def leave(self) -> None:
