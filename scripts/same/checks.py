@@ -260,10 +260,19 @@ def check_shards(run: Run, first: Run, is_divided: bool) -> Finding | None:
     if is_divided and (batch := other_batch(run, first)):
         return Finding("batch-not-divided", batch)
     drawn, expected = ({row for i in range(len(one.steps)) for row in one.rows(i)} for one in (run, first))
-    if drawn < expected and not is_cut(first):
+    if drawn < expected and not is_cut(first) and not differs_by_epoch(run):
         lost = len(expected) - len(drawn)
         return Finding("dropped-samples", f"all steps, samples: {lost} of {len(expected)} are never drawn")
     return None
+
+
+def differs_by_epoch(run: Run) -> bool:
+    """Return whether whole epochs draw different samples: the tail that is dropped is then another each time."""
+    epochs: dict[int, Counter[str]] = {}
+    for i, records in enumerate(run.steps):
+        epochs.setdefault(records[0]["iteration"], Counter()).update(run.rows(i))
+    size = max(epoch.total() for epoch in epochs.values())
+    return len({frozenset(epoch) for epoch in epochs.values() if epoch.total() == size}) > 1
 
 
 def other_batch(run: Run, first: Run) -> str:

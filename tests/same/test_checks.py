@@ -594,6 +594,24 @@ def test_samples_of_other_content_are_not_called_dropped():
     assert causes(run) == [("other-samples", "step 1, samples")]
 
 
+@pytest.mark.parametrize(
+    ("epochs", "is_found"),
+    [
+        (["01234567", "01234567"], True),
+        (["01234567", "01"], True),  # the run ends within its second epoch
+        (["01234567", "01234568"], False),  # shuffled anew: only by chance is 9 left out twice
+    ],
+)
+def test_a_tail_that_differs_by_epoch_is_not_dropped(epochs, is_found):
+    first, run = record(1, GRADIENTS), record(2, GRADIENTS)
+    for one, drawn in ((first, ["0123456789"] * 2), (run, epochs)):
+        for i, records in enumerate(one.steps):
+            rows = drawn[i // 2][i % 2 :: 2]
+            for rank, own in enumerate(records):
+                own.update(iteration=i // 2, rows=[*rows[rank :: one.world_size]])
+    assert ("dropped-samples" in dict(causes(run, first))) == is_found
+
+
 def test_the_learning_rates_of_all_groups_are_shown():
     run = with_fields(record(2, GRADIENTS), 1, lr=([0.1, 0.1], [0.1, 0.2]))
     assert findings(run)[0].what == "step 2, learning rate: 0.1 0.1, 0.1 0.2 by rank"
