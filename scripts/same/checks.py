@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -385,11 +386,16 @@ def explain_evaluation(run: Run, first: Run) -> str:
         return "unknown"
     if not largest[0]["collectives"]:
         return "one-rank-evaluation"
-    shares = [line["rows"] for line in largest if line]
-    drawn, expected = Counter(chain(*shares)), Counter(whole["rows"])
-    if all(largest) and drawn.total() > expected.total() and set(drawn) == set(expected):
+    same_place = zip(first.of("evaluation")[0], *run.of("evaluation"), strict=False)
+    if (all(largest) and is_padded(whole, *largest)) or any(is_padded(*lines) for lines in same_place):
         return "padded-evaluation"
-    return "mean-of-means" if len({len(rows) for rows in shares}) > 1 else "unknown"
+    return "mean-of-means" if len({len(line["rows"]) for line in largest if line}) > 1 else "unknown"
+
+
+def is_padded(whole: dict[str, Any], *shares: Any) -> bool:
+    """Return whether ranks evaluate the same samples as one process, and some of them twice."""
+    drawn, expected = Counter(chain(*(share["rows"] for share in shares))), Counter(whole["rows"])
+    return drawn.total() > expected.total() and set(drawn) == set(expected)
 
 
 def is_unnamed_evaluation(series: Series, first: Run) -> bool:

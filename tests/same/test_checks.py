@@ -128,6 +128,13 @@ def test_batches_without_values_are_left_out(tmp_path):
         ("saved model_loss_0.25.pt with loss_scale 65536", {}),
         ("result recipe=ddp world_size=2 samples_per_s=12", {}),
         ("lossless compression 3", {}),
+        # PyTorch Ignite's examples
+        (
+            "INFO: Epoch[1]\n - Train metrics:\n \tAccuracy: 0.5\n\tLoss: 1.5\nINFO: next",
+            {"accuracy": [0.5], "loss": [1.5]},
+        ),
+        ("- Test metrics:\n \tAccuracy: 0.5\n\tLoss: 1.5", {"test_accuracy": [0.5], "test_loss": [1.5]}),
+        ("Test metrics:\nINFO: loss 1.5", {"loss": [1.5]}),
     ],
 )
 def test_losses_are_read_under_their_usual_names(line, series):
@@ -419,6 +426,13 @@ def test_why_an_evaluation_differs(ranks, collectives, cause):
     first = with_evaluations(printed("test_loss 1.25"), ["01", "01234"])
     run = with_evaluations(printed("test_loss 1.75", 2), *ranks, collectives=collectives)
     assert [found for found, _ in causes(run, first)] == [cause]
+
+
+def test_why_one_of_two_evaluations_differs():
+    """PyTorch Ignite's examples evaluate the training data, too, which are more."""
+    first = with_evaluations(printed("test_loss 1.25"), ["01234567", "abc"])
+    run = with_evaluations(printed("test_loss 1.75", 2), ["0123", "ab"], ["4567", "ca"])
+    assert [found for found, _ in causes(run, first)] == ["padded-evaluation"]
 
 
 def test_a_pattern_that_finds_no_number_is_refused():
