@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -260,10 +261,19 @@ def check_shards(run: Run, first: Run, is_divided: bool) -> Finding | None:
     if is_divided and (batch := other_batch(run, first)):
         return Finding("batch-not-divided", batch)
     drawn, expected = ({row for i in range(len(one.steps)) for row in one.rows(i)} for one in (run, first))
-    if drawn < expected and not is_cut(first):
+    if drawn < expected and not is_cut(first) and not differs_by_epoch(run):
         lost = len(expected) - len(drawn)
         return Finding("dropped-samples", f"all steps, samples: {lost} of {len(expected)} are never drawn")
     return None
+
+
+def differs_by_epoch(run: Run) -> bool:
+    """Return whether whole epochs draw different samples: the tail that is dropped is then another each time."""
+    epochs: dict[int, Counter[str]] = {}
+    for i, records in enumerate(run.steps):
+        epochs.setdefault(records[0]["iteration"], Counter()).update(run.rows(i))
+    size = max(epoch.total() for epoch in epochs.values())
+    return len({frozenset(epoch) for epoch in epochs.values() if epoch.total() == size}) > 1
 
 
 def other_batch(run: Run, first: Run) -> str:
@@ -376,11 +386,16 @@ def explain_evaluation(run: Run, first: Run) -> str:
         return "unknown"
     if not largest[0]["collectives"]:
         return "one-rank-evaluation"
-    shares = [line["rows"] for line in largest if line]
-    drawn, expected = Counter(chain(*shares)), Counter(whole["rows"])
-    if all(largest) and drawn.total() > expected.total() and set(drawn) == set(expected):
+    same_place = zip(first.of("evaluation")[0], *run.of("evaluation"), strict=False)
+    if (all(largest) and is_padded(whole, *largest)) or any(is_padded(*lines) for lines in same_place):
         return "padded-evaluation"
-    return "mean-of-means" if len({len(rows) for rows in shares}) > 1 else "unknown"
+    return "mean-of-means" if len({len(line["rows"]) for line in largest if line}) > 1 else "unknown"
+
+
+def is_padded(whole: dict[str, Any], *shares: Any) -> bool:
+    """Return whether ranks evaluate the same samples as one process, and some of them twice."""
+    drawn, expected = Counter(chain(*(share["rows"] for share in shares))), Counter(whole["rows"])
+    return drawn.total() > expected.total() and set(drawn) == set(expected)
 
 
 def is_unnamed_evaluation(series: Series, first: Run) -> bool:

@@ -84,8 +84,10 @@ class Series:
 def read_series(text: str, pattern: str = "") -> dict[str, Series]:
     """Return the metrics in a text by name; raises UserError if the pattern matches anything but numbers."""
     found: dict[str, Series] = {}
+    header = ""  # such as "Test metrics:", above indented lines
     for line in re.split(r"[\r\n]+", text):
-        for name, value in read_line(BAR.sub("", line), pattern):
+        header = line if line.endswith(":") else header * line[:1].isspace()
+        for name, value in read_line(BAR.sub("", line), pattern, header):
             try:
                 found.setdefault(name, Series(name)).add(value)
             except ValueError:
@@ -94,8 +96,11 @@ def read_series(text: str, pattern: str = "") -> dict[str, Series]:
     return found
 
 
-def read_line(line: str, pattern: str) -> Iterator[tuple[str, str]]:
-    """Yield the names and numbers in a line: of a JSON object, else by the pattern, else by the usual names."""
+def read_line(line: str, pattern: str, header: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the names and numbers in a line: of a JSON object, else by the pattern, else by the usual names.
+
+    `header` is a line above, which may say that the usual names are of an evaluation.
+    """
     if line.lstrip().startswith("{"):
         with contextlib.suppress(json.JSONDecodeError):
             metrics = json.loads(line)
@@ -113,7 +118,7 @@ def read_line(line: str, pattern: str) -> Iterator[tuple[str, str]]:
                     yield full_name(name), value
         return
     for match in PAIR.finditer(line):
-        yield full_name(match["name"], line), match["value"]
+        yield full_name(match["name"], header + line), match["value"]
 
 
 def full_name(name: str, context: str = "") -> str:

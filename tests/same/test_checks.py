@@ -128,6 +128,13 @@ def test_batches_without_values_are_left_out(tmp_path):
         ("saved model_loss_0.25.pt with loss_scale 65536", {}),
         ("result recipe=ddp world_size=2 samples_per_s=12", {}),
         ("lossless compression 3", {}),
+        # PyTorch Ignite's examples
+        (
+            "INFO: Epoch[1]\n - Train metrics:\n \tAccuracy: 0.5\n\tLoss: 1.5\nINFO: next",
+            {"accuracy": [0.5], "loss": [1.5]},
+        ),
+        ("- Test metrics:\n \tAccuracy: 0.5\n\tLoss: 1.5", {"test_accuracy": [0.5], "test_loss": [1.5]}),
+        ("Test metrics:\nINFO: loss 1.5", {"loss": [1.5]}),
     ],
 )
 def test_losses_are_read_under_their_usual_names(line, series):
@@ -421,6 +428,13 @@ def test_why_an_evaluation_differs(ranks, collectives, cause):
     assert [found for found, _ in causes(run, first)] == [cause]
 
 
+def test_why_one_of_two_evaluations_differs():
+    """PyTorch Ignite's examples evaluate the training data, too, which are more."""
+    first = with_evaluations(printed("test_loss 1.25"), ["01234567", "abc"])
+    run = with_evaluations(printed("test_loss 1.75", 2), ["0123", "ab"], ["4567", "ca"])
+    assert [found for found, _ in causes(run, first)] == ["padded-evaluation"]
+
+
 def test_a_pattern_that_finds_no_number_is_refused():
     with pytest.raises(UserError, match=r"finds '2.3,', which is not a number; let its group match digits only"):
         read_series("loss is 2.3, step 4", r"loss is (\S+)")
@@ -592,6 +606,24 @@ def test_samples_of_other_content_are_not_called_dropped():
     for step in run.steps[0]:
         step["rows"] = [f"moved {row}" for row in step["rows"]]
     assert causes(run) == [("other-samples", "step 1, samples")]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "is_found"),
+    [
+        (["01234567", "01234567"], True),
+        (["01234567", "01"], True),  # the run ends within its second epoch
+        (["01234567", "01234568"], False),  # shuffled anew: only by chance is 9 left out twice
+    ],
+)
+def test_a_tail_that_differs_by_epoch_is_not_dropped(epochs, is_found):
+    first, run = record(1, GRADIENTS), record(2, GRADIENTS)
+    for one, drawn in ((first, ["0123456789"] * 2), (run, epochs)):
+        for i, records in enumerate(one.steps):
+            rows = drawn[i // 2][i % 2 :: 2]
+            for rank, own in enumerate(records):
+                own.update(iteration=i // 2, rows=[*rows[rank :: one.world_size]])
+    assert ("dropped-samples" in dict(causes(run, first))) == is_found
 
 
 def test_the_learning_rates_of_all_groups_are_shown():
