@@ -684,6 +684,20 @@ def test_ranks_have_a_bound_for_the_checkpoint_and_none_without_a_peer(monkeypat
     rank.wait()
 
 
+def test_ranks_that_were_asked_to_stop_are_not_asked_again(monkeypatch):
+    """USR1 would kill ranks of a script that have written their checkpoint, and are about to end."""
+    done = RunResult(state=WorkerState.SUCCEEDED)
+    one, _ = monitored(monkeypatch, done, FakeHandler(), stopped_by=[signal.SIGTERM])
+    rank = Mock()
+    monkeypatch.setattr(elastic.psutil.Process, "children", lambda self: [rank])
+    with pytest.raises(SignalException):
+        one._stop_workers(SimpleNamespace(state=WorkerState.HEALTHY))  # the other node has left
+    rank.send_signal.assert_not_called()
+    elastic.STOPPED_BY.clear()
+    one._ask_for_checkpoint(SimpleNamespace())
+    rank.send_signal.assert_called_once_with(signal.SIGUSR1)
+
+
 def test_another_torch_is_refused(store, monkeypatch):
     monkeypatch.delitem(dynamic_rendezvous.DynamicRendezvousHandler.__annotations__, "_op_executor")
     with pytest.raises(UserError, match="has no _op_executor, which elastic jobs need; unset MIN_NODES"):
@@ -905,6 +919,14 @@ def test_a_stop_between_two_agents_is_not_lost(monkeypatch, tmp_path):
     monkeypatch.setattr(rejoin, "say", lambda text: signal.raise_signal(signal.SIGTERM))  # sent to this thread
     status, starts = kept(monkeypatch, tmp_path, "-9 0")
     assert (status, len(starts)) == (1, 1)
+
+
+def test_a_stop_while_the_first_agent_imports_waits_for_it(monkeypatch):
+    """It ends with status 0 then; by default, TERM ends a process with 143."""
+    monkeypatch.setenv("RDZV_ENDPOINT", "127.0.0.1:1")
+    words = "import signal, sys; blocked = signal.pthread_sigmask(signal.SIG_BLOCK, []); print(sorted(blocked)); "
+    words += "sys.exit(len(blocked))"
+    assert rejoin.run_with_restarts([], 0, [sys.executable, "-c", words]) == len(rejoin.STOP_SIGNALS)
 
 
 def test_a_stop_while_the_next_agent_is_prepared_reaches_it(monkeypatch, tmp_path):
