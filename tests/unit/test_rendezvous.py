@@ -34,6 +34,7 @@ from scripts.launch import elastic, local, rank_processes, rejoin, stuck, torch_
 from scripts.launch.command import NOT_ELASTIC
 from scripts.launch.echo import listen
 from scripts.launch.local import free_port
+from scripts.launch.rejoin import LOST_STATUS
 from tests.support import ROOT, run_command, wait_until
 
 BEAT_S = 0.1
@@ -338,6 +339,7 @@ class FakeHandler:
 
     def announce_stop(self):
         self.stopping = True
+        return self.has_saved
 
     def announce_finish(self):
         self.noted["finished"] = "1"
@@ -659,6 +661,21 @@ def test_a_stop_needs_no_store(nodes, store, monkeypatch):
     one._stop_heartbeats()
 
 
+@pytest.mark.parametrize(("state", "status"), [(WorkerState.SUCCEEDED, 0), (WorkerState.HEALTHY, LOST_STATUS)])
+def test_a_stop_that_comes_as_the_store_ends_has_a_checkpoint_if_the_ranks_ended_well(monkeypatch, state, status):
+    """A signal to all nodes may end the ranks of this one before it gets the signal itself."""
+    handler = FakeHandler()
+
+    def lose_store(*_):
+        elastic.STOPPED_BY.add(signal.SIGTERM)
+        raise DistError("Connection reset by peer")
+
+    handler.is_stopping = handler.num_nodes_waiting = lose_store
+    one, monitor = monitored(monkeypatch, RunResult(state=state), handler)
+    one.run = lambda: monitor() and handler.num_nodes_waiting()
+    assert run_agent(monkeypatch, one) == status
+
+
 @pytest.mark.parametrize(("lost", "bound_s"), [(False, 0.5), (True, 60)])
 def test_ranks_have_a_bound_for_the_checkpoint_and_none_without_a_peer(monkeypatch, lost, bound_s):
     monkeypatch.setattr(elastic, "CHECKPOINT_TIMEOUT_S", bound_s)
@@ -712,25 +729,29 @@ def test_another_torch_is_refused(store, monkeypatch):
 def test_no_end_of_a_rank_is_taken_for_that_of_its_agent(monkeypatch, ended, status, is_closed):
     """Statuses above 128, and 69, mean that the agent was killed or lost the store, and let the node return."""
     monkeypatch.setenv("SCRIPT", "train.py")
-    handler = FakeHandler()
-    handler.job_status, handler.shutdown = lambda: int(ended == 2), lambda: None
-    handler.watch_store = lambda give_up: None
-    handler.notes.compare_set = lambda key, expected, wanted: wanted.encode()
-
     def run():
         if is_closed:
             raise RendezvousClosedError  # the ranks of another node have finished
         return failed(r0=ended)
 
-    agent = SimpleNamespace(failures={0: Failure(ended, 7)}, run=run)
+    agent = SimpleNamespace(failures={0: Failure(ended, 7)}, run=run, handler=FakeHandler())
+    agent.handler.job_status = lambda: int(ended == 2)
+    assert run_agent(monkeypatch, agent) == status
+
+
+def run_agent(monkeypatch, agent):
+    """Run an agent as a node does; return its status."""
+    handler = agent.handler
+    handler.shutdown = lambda: None
+    handler.watch_store = lambda give_up: None
+    handler.notes.compare_set = lambda key, expected, wanted: wanted.encode()
     monkeypatch.setattr(elastic, "install", lambda: None)
     monkeypatch.setattr(rank_processes, "announce_stop", None)
     monkeypatch.setattr(elastic, "wait_for_head", lambda node, endpoint: "127.0.0.1")
     monkeypatch.setattr(elastic, "create_handler", lambda *_: handler)
     monkeypatch.setattr(elastic, "worker_spec", lambda *_, **__: None)
     monkeypatch.setattr(elastic, "Agent", lambda *_: agent)
-    node = Node(2, 0, nproc_per_node=1, master_addr="n1", master_port=7, rdzv_timeout_s=3)
-    assert elastic.run(node, "ddp", [], "logs") == status
+    return elastic.run(Node(2, 0, 1, "n1", 7, rdzv_timeout_s=3), "ddp", [], "logs")
 
 
 AGENT = """
