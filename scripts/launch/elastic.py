@@ -504,7 +504,7 @@ class Agent(torch_agent.Agent):
         say("a node joins or leaves: ranks write a checkpoint first")
         self.handler.announce_stop()
         SAVING.set()
-        # Ranks that have been sent a stop signal may be about to end, when Python has restored the default actions.
+        # Ranks that have got a stop signal may be about to end, when Python has restored the default actions.
         for worker in [] if STOPPED_BY else psutil.Process().children():
             worker.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + CHECKPOINT_TIMEOUT_S

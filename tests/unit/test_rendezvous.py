@@ -729,6 +729,7 @@ def test_another_torch_is_refused(store, monkeypatch):
 def test_no_end_of_a_rank_is_taken_for_that_of_its_agent(monkeypatch, ended, status, is_closed):
     """Statuses above 128, and 69, mean that the agent was killed or lost the store, and let the node return."""
     monkeypatch.setenv("SCRIPT", "train.py")
+
     def run():
         if is_closed:
             raise RendezvousClosedError  # the ranks of another node have finished

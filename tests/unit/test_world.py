@@ -98,9 +98,19 @@ def port(monkeypatch):
 @pytest.mark.usefixtures("port")
 def test_a_rank_that_does_not_come_is_no_refusal():
     """The next start may find it, as when agents wait for each other."""
-    with pytest.raises(MissingNodeError, match=r"rank 0 cannot meet the others at 127\.0\.0\.1:") as caught:
-        connect("cpu", Ranks(0, 0, 2, 1), timedelta(seconds=1))
+    said = r"^rank 0 waited 3 s for ranks 1, 3 of 4 at 127\.0\.0\.1:\d+; are they up, and are their ranks right\?$"
+
+    def come():
+        with contextlib.suppress(UserError):
+            connect("cpu", Ranks(2, 0, 4, 1), timedelta(seconds=20))
+
+    other = threading.Thread(target=come)
+    other.start()
+    with pytest.raises(MissingNodeError, match=said) as caught:
+        connect("cpu", Ranks(0, 0, 4, 1), timedelta(seconds=3))
     assert caught.value.status == 1
+    del caught  # and the store with it
+    other.join()
 
 
 @pytest.mark.parametrize(
