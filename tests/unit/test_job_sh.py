@@ -1019,10 +1019,13 @@ def test_a_signal_that_comes_first_of_all_is_not_lost(job, tmp_path, name):
     (tmp_path / "scontrol").write_text(SCONTROL.replace('echo "JobId=7 ', shown))
     array = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_MIN": "0", "SLURM_ARRAY_TASK_MAX": "1"}
     python = sys.executable if name == "array" else str(tmp_path / "python")
-    done = bash(tmp_path, f"slurm/{name}.sbatch", *words, **{**array, "PYTHON": python})
+    own = {**array, "PYTHON": python}
+    done = bash(tmp_path, f"slurm/{name}.sbatch", *words, **own)
     assert (tmp_path / "sent").exists()
     assert "it was stopped before its end; it is requeued" in done.stdout, done.stderr
     assert not (tmp_path / "ran").exists()
+    bash(tmp_path, f"slurm/{name}.sbatch", *words, **own, early="no signal, but a variable of the user")
+    assert (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(("first", "status"), [("Exited with exit code 2", 2), ("Killed", 137)])
