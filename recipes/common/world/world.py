@@ -281,8 +281,11 @@ def bounded(rank: int, timeout: timedelta, error_name: str) -> contextlib.Abstra
 def _exchange_kinds(store: dist.Store, ranks: Ranks, kind: str, text: str) -> dict[str, str]:
     """Serve as the `Exchange` of devices.py before there is a process group, by a few requests per rank."""
     # World: each rank sends its kind of device and its host to the store, and reads one rank's for each kind.
+    is_taken = store.add(f"rank/{ranks.rank}", 1) > 1
+    if is_taken and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # an agent may start ranks again
+        what = f"two processes are rank {ranks.rank}, one of them on {socket.gethostname()}"
+        kind, text = "error", f"{what}; number nodes and ranks from 0"
     store.set(f"kind/{kind}", text)
-    store.set(f"rank/{ranks.rank}", "")
     if store.add("written", 1) == ranks.world_size:
         store.set("all written", "")
     try:
