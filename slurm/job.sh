@@ -111,6 +111,7 @@ begin_job() {
     signal="" signals=0 step="" step_pid="" stopper=()
     trap 'signals=$((signals + 1)); stop_step USR1' USR1
     trap 'signals=$((signals + 1)) signal=TERM' TERM
+    signal=${signal:-${early:-}}
     check_variables
     identify_job
     name=${NAME:+$NAME${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}}
@@ -460,6 +461,7 @@ start_again() {
 # starts (slurm/submit.py). Each task of an array has its own RUN_DIR. SCRIPT is "" for a recipe.
 begin_submitted() {
     local run_dirs=("${@:5}")
+    trap : TERM # the ranks get it, too, and write a checkpoint
     identify_job
     PYTHON=$1 SCRIPT=$2 MAX_REQUEUES=$3 logs=$4 run_dir=${run_dirs[${SLURM_ARRAY_TASK_ID:-0}]} recipe=""
     srun=(srun) container=() gpus=${SLURM_GPUS_ON_NODE:-0} started=$logs/$job.started
@@ -470,7 +472,6 @@ begin_submitted() {
     touch "$started"
     leave_if_complete
     if resumes; then RESUMES=1; fi
-    trap : TERM # the ranks get it, too, and write a checkpoint
     fill_sockets
     show_share submit
 }

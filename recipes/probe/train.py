@@ -14,13 +14,15 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,7 +34,7 @@ from recipes.common.process.entry import run_main
 from recipes.common.process.node import read_master
 from recipes.common.process.parent import end_with_parent
 from recipes.common.process.ranks import Ranks, read_ranks
-from recipes.common.process.signals import Stop
+from recipes.common.process.signals import STOP_SIGNALS, Stop
 from recipes.common.watch.timeouts import set_horovod_timeout
 from recipes.common.world.devices import agree_on_device, choose_device
 from recipes.common.world.world import NO_PICKLE, connect
@@ -194,11 +196,19 @@ def be_spawned(local_rank: int, args: ProbeOptions, starter: int) -> None:
     sys.exit(run_main(lambda: report(TorchWorld(ranks, args.device, args.timeout_s))))
 
 
+def leave_at_once(number: int, frame: FrameType | None) -> NoReturn:
+    """End this starter at a stop signal, and its ranks with it: there is nothing to save."""
+    print(f"stopped by {signal.Signals(number).name}", flush=True)
+    os._exit(0)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Connect, gather the map of ranks, and print it on rank 0; call it on every rank (spawn: on every node)."""
     args = options(argv)
-    Stop()
     if args.join == "spawn":
+        for number in STOP_SIGNALS:
+            signal.signal(number, leave_at_once)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         if args.node_rank >= args.nnodes:
             raise UserError(f"--node-rank {args.node_rank} of --nnodes {args.nnodes}: node ranks count from 0")
         addr, port = read_master(args.nnodes)
@@ -209,7 +219,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             if error.signal_name:
                 raise
             sys.exit(error.exit_code)
-    elif args.join == "horovod":
+        return
+    Stop()
+    if args.join == "horovod":
         report(HorovodWorld(args.device, args.timeout_s))
     else:
         report(TorchWorld(read_ranks("probe"), args.device, args.timeout_s))

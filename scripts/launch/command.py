@@ -94,7 +94,8 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
         adjust_output()
         try:
             status = main(list(sys.argv[1:] if argv is None else argv)) or 0
-            sys.stdout.flush()
+            if sys.stdout:  # None: the caller has closed it
+                sys.stdout.flush()
             return status
         except UserError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)

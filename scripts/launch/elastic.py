@@ -60,6 +60,7 @@ from scripts.launch.rank_processes import (
     SAVING,
     STOPPED_BY,
     cause_of_failure,
+    have_ended_well,
     node_status,
     rank_command,
     report_if_stopped,
@@ -434,6 +435,7 @@ class Agent(torch_agent.Agent):
         if result.state == WorkerState.SUCCEEDED:
             if STOPPED_BY:
                 self._leave(has_checkpoint=True)
+            self.handler.has_saved = True  # or finished: also if the store ends before it says which
             self.handler.has_stopped = self.handler.has_saved = self.handler.is_stopping()
             if self.handler.has_stopped:
                 return RunResult(state=WorkerState.HEALTHY)  # num_nodes_waiting() then restarts them
@@ -502,7 +504,8 @@ class Agent(torch_agent.Agent):
         say("a node joins or leaves: ranks write a checkpoint first")
         self.handler.announce_stop()
         SAVING.set()
-        for worker in psutil.Process().children():
+        # Ranks that have got a stop signal may be about to end, when Python has restored the default actions.
+        for worker in [] if STOPPED_BY else psutil.Process().children():
             worker.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + CHECKPOINT_TIMEOUT_S
         while True:
@@ -581,6 +584,8 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
         what = f"fewer than {min_nodes} nodes (MIN_NODES) within {node.rdzv_timeout_s} s"
         raise MissingNodeError(f"{what}; {resume_hint()}") from None
     except (RendezvousError, DistError, OSError) as error:
+        if STOPPED_BY and have_ended_well():
+            return 0  # the other nodes have stopped, too, and the store with them
         say(f"lost the store at {endpoint}: {(str(error).strip() or repr(error)).splitlines()[0]}")
         return LOST_STATUS
     if not result.is_failed():

@@ -24,9 +24,12 @@ from recipes.common.errors import UserError
 from recipes.common.process.node import Node, check_head, missing_nodes_error
 from recipes.common.process.open_files import allow_connections
 from recipes.common.process.ranks import bind_address
-from recipes.common.process.rendezvous_errors import port_taken_error
+from recipes.common.process.rendezvous_errors import MissingNodeError, port_taken_error
 from scripts.launch.agent import main
 from scripts.launch.rank_processes import rank_command, run_processes
+
+SERVER_LINGER_S = 2.0
+"""How long node 0 serves the rendezvous after a refusal, so that the other nodes can read it."""
 
 
 @contextlib.contextmanager
@@ -48,38 +51,65 @@ def rendezvous(node: Node) -> Iterator[None]:
     server.init(get_host_assignments(parse_hosts(hosts), node.nnodes * node.nproc_per_node))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
+        ask(node, "PUT", "nnodes", str(node.nnodes))
         yield
     finally:
         server.shutdown()
 
 
-def meet_nodes(node: Node) -> None:
-    """Wait until all nodes have come to node 0's rendezvous, before their processes start.
+def meet_nodes(node: Node, own: str) -> None:
+    """Wait until all nodes have come to node 0's rendezvous, before their processes start; `own` names this node.
 
-    If these wait for a node that does not come, Horovod aborts them without its number. Raises MissingNodeError.
+    If these wait for a node that does not come, Horovod aborts them without its number. Raises MissingNodeError
+    for a late node, and UserError if nodes share a rank or differ in NNODES.
     """
-    deadline, missing = time.monotonic() + node.rdzv_timeout_s, list(range(1, node.nnodes))
+    is_head, has_come, missing = node.node_rank == 0, False, list(range(1, node.nnodes))
+    deadline = time.monotonic() + node.rdzv_timeout_s
     while True:
-        # Node 0 looks for all, and the others for its word.
-        if node.node_rank == 0:
-            missing = [rank for rank in missing if not ask(node, "GET", str(rank))]
-            if not missing and ask(node, "PUT", "all"):
+        # Node 0 looks for all, and the others for its word: "" if all have come, else why they cannot start.
+        word = ask(node, "GET", "all")
+        if refusal := word or find_conflict(node, own, has_come):
+            if not word:
+                ask(node, "PUT", "all", refusal)
+            time.sleep(SERVER_LINGER_S if is_head else 0)
+            raise UserError(refusal)
+        if is_head:
+            missing = [rank for rank in missing if ask(node, "GET", str(rank)) is None]
+            if not missing and ask(node, "PUT", "all") is not None:
                 return
-        elif ask(node, "PUT", str(node.node_rank)) and ask(node, "GET", "all"):
+        elif has_come and word is not None:
             return
+        elif word is not None:
+            what = f"node {node.node_rank} has come to {node.master_addr}:{node.master_port} after all"
+            raise MissingNodeError(f"{what} {node.nnodes} nodes; is its NODE_RANK that of another one?")
+        else:
+            has_come = has_come or ask(node, "PUT", str(node.node_rank), own) is not None
         if time.monotonic() > deadline:
-            raise missing_nodes_error(node, missing if node.node_rank == 0 else [0])
+            raise missing_nodes_error(node, missing if is_head else [0])
         time.sleep(0.2)
 
 
-def ask(node: Node, method: str, key: str) -> bool:
-    """Put a key into the rendezvous, or ask whether it is there; return whether the answer is yes."""
+def find_conflict(node: Node, own: str, has_come: bool) -> str:
+    """Return why the job cannot have this node, which may have put its name under its rank; "" if it can."""
+    rank, size = node.node_rank, str(node.nnodes)
+    if (given := ask(node, "GET", "nnodes") or size) != size:
+        return f"NNODES is {given} on node 0 and {size} on node {rank}; give all the same"
+    # A node that starts again overwrites its old name; if its new one is overwritten, two nodes have this rank.
+    if has_come and (other := ask(node, "GET", str(rank)) or own) != own:
+        return f"NODE_RANK {rank} is that of two nodes, {own} and {other}; number them from 0"
+    return ""
+
+
+def ask(node: Node, method: str, key: str, value: str = "") -> str | None:
+    """Put a key with this value into the rendezvous, or return its value, None if there is none."""
     address = resolve_ipv4(node.master_addr) if node.node_rank else "127.0.0.1"
     connection = http.client.HTTPConnection(address, node.master_port, timeout=5)
     with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
-        connection.request(method, f"/nodes/{key}", body=b"" if method == "PUT" else None)
-        return connection.getresponse().status == http.HTTPStatus.OK
-    return False
+        connection.request(method, f"/nodes/{key}", body=value.encode() if method == "PUT" else None)
+        response = connection.getresponse()
+        if response.status == http.HTTPStatus.OK:
+            return response.read().decode()
+    return None
 
 
 def resolve_ipv4(name: str) -> str:
@@ -127,7 +157,7 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
     allow_connections(4 * node.nnodes * node.nproc_per_node)
     environments = {first + i: environment(node, i) for i in range(node.nproc_per_node)}
     with rendezvous(node):
-        meet_nodes(node)
+        meet_nodes(node, f"{socket.gethostname()} (pid {os.getpid()})")
         return run_processes(command, environments, logs)
 
 

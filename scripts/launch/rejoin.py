@@ -134,6 +134,7 @@ def run_with_restarts(options: list[str], max_restarts: int, agent: list[str]) -
     """Run the agent, again each time it is lost, up to max_restarts times; return this node's exit status."""
     store: subprocess.Popen[bytes] | None = None
     replaced = last_launch(options)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # also in the agents, until they handle them
     for restart in range(max_restarts + 1):
         store = start_store(store)
         variables = {LAUNCHER_PID: str(os.getpid()), HAS_RETURNED: "1" if restart else ""}

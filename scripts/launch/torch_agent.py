@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
@@ -30,7 +30,7 @@ from recipes.common.process.node import Failure, Node, check_head, missing_nodes
 from recipes.common.process.open_files import STORE_CONNECTIONS, allow_connections
 from recipes.common.process.ranks import bind_address
 from recipes.common.process.rendezvous_errors import MissingNodeError, port_taken_error
-from recipes.common.watch.notes import Notes, run_bounded
+from recipes.common.watch.notes import Notes, find_missing, run_bounded
 from scripts.launch import script
 from scripts.launch.command import warn
 from scripts.launch.echo import listen
@@ -251,14 +251,6 @@ def meet_nodes(node: Node, job: str) -> TCPStore:
             missing = [*map(int, find_missing(names, ranks))] or [0]  # all are there, and node 0 has not said so
             raise missing_nodes_error(node, missing)
         time.sleep(0.1)
-
-
-def find_missing(store: Store, keys: list[str]) -> list[str]:
-    """Return the keys that a store lacks; if these are few, that takes few requests."""
-    if store.check(keys):
-        return []
-    half = len(keys) // 2
-    return [*find_missing(store, keys[:half]), *find_missing(store, keys[half:])] if half else keys
 
 
 def run(node: Node, recipe: str, options: list[str], logs: str) -> int:

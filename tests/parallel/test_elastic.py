@@ -72,8 +72,8 @@ def test_a_node_is_lost_and_comes_back_and_another_is_silent(tmp_path):
         for process in stopped:
             process.kill()
         job.wait_for_step(run, launches(run, "step")[3] + 10)
+        returned.send_signal(signal.SIGTERM)  # first: the store ends with the nodes that the job's launcher knows
         job.process.send_signal(signal.SIGTERM)
-        returned.send_signal(signal.SIGTERM)
         result = job.wait(check=True)
         assert result.errors == []
         assert returned.wait(10) == 0

@@ -1,5 +1,6 @@
 """Horovod: the curve of single without compression, a stated tolerance with it, and each way of starting it."""
 
+import re
 import signal
 
 import pytest
@@ -38,6 +39,10 @@ def test_kill_of_a_rank_ends_all(tmp_path):
     command.wait_for_step(tmp_path / "horovod", 3)
     command.processes("recipes.horovod.train")[-1].kill()
     assert command.wait(gone_within_s=10).status != 0
+    assert re.search(
+        "^error: rank 0 on .* lost another rank: Horovod has been shut down$", command.text, re.MULTILINE
+    )
+    assert "Traceback" not in command.text
 
 
 def test_a_bad_option_is_one_line(tmp_path):

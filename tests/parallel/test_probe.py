@@ -12,10 +12,11 @@ import types
 import pytest
 
 from recipes.common.errors import UserError
+from recipes.common.process.signals import STOP_SIGNALS
 from recipes.probe.train import HorovodWorld, check, show
 from scripts.launch.local import free_port
 from tests.conftest import need_horovod, need_horovod_with_mpi, need_mpi
-from tests.support import MPI_ENV, ROOT, TIMEOUT_S, Command, Ranks, run_command
+from tests.support import MPI_ENV, ROOT, TIMEOUT_S, Command, Ranks, run_command, wait_until
 
 
 def torchrun(nodes, nproc_per_node):
@@ -109,6 +110,18 @@ def test_spawned_ranks_end_with_the_process_that_started_them():
         node.process.kill()
         assert node.wait(gone_within_s=20).status == -signal.SIGKILL
         del waiting
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_ends_spawned_ranks_that_wait_for_another_node(number):
+    """It trains nothing, so there is nothing to save; it would wait for --timeout-s."""
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **QUIET}
+    words = ("--join", "spawn", "--nnodes", "2", "--node-rank", "0", "--nproc-per-node", "2")
+    node = Command(sys.executable, "-m", "recipes.probe.train", *words, **env)
+    wait_until(lambda: len(node.processes("spawn_main")) == 2, TIMEOUT_S, "two ranks")
+    node.process.send_signal(number)
+    assert node.wait(20, gone_within_s=20).status == 0
+    assert node.text == f"stopped by {number.name}\n"
 
 
 def be_horovod():

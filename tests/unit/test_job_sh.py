@@ -1010,6 +1010,26 @@ def test_after_a_signal_no_step_begins(job, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("name", ["array", "ddp", "ddp-elastic", "ddp-srun", "horovod"])
+def test_a_signal_that_comes_first_of_all_is_not_lost(job, tmp_path, name):
+    """A job may be preempted as soon as it has started."""
+    write_program(tmp_path / "srun", f"#!/bin/sh\ncase $* in *launch*) touch {tmp_path}/ran;; esac")
+    write_program(tmp_path / "python", STORE)
+    once = f"[ -e {tmp_path}/sent ] || kill -USR1 $(cut -d ' ' -f 4 /proc/$PPID/stat); touch {tmp_path}/sent\n"
+    words = ("--runs-dir", str(tmp_path / "runs"))
+    shown = f'{once} echo "JobId=7\n   Command={ROOT}/slurm/{name}.sbatch {" ".join(words)}\n   '
+    (tmp_path / "scontrol").write_text(SCONTROL.replace('echo "JobId=7 ', shown))
+    array = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_MIN": "0", "SLURM_ARRAY_TASK_MAX": "1"}
+    python = sys.executable if name == "array" else str(tmp_path / "python")
+    own = {**array, "PYTHON": python}
+    done = bash(tmp_path, f"slurm/{name}.sbatch", *words, **own)
+    assert (tmp_path / "sent").exists()
+    assert "it was stopped before its end; it is requeued" in done.stdout, done.stderr
+    assert not (tmp_path / "ran").exists()
+    bash(tmp_path, f"slurm/{name}.sbatch", *words, **own, early="no signal, but a variable of the user")
+    assert (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize(("first", "status"), [("Exited with exit code 2", 2), ("Killed", 137)])
 def test_the_status_of_a_step_is_that_of_the_task_that_failed_first(job, tmp_path, first, status):
     """srun kills the other tasks, and its own status is the greatest."""

@@ -285,6 +285,10 @@ def test_python_gets_all_standard_streams_and_no_variables_of_another_python(tmp
     assert run_command("bash", "-c", f"{command} <&- >&- 2>&-", **own).status == 0
 
 
+def test_a_command_needs_no_standard_output():
+    assert run_command("bash", "-c", f"{sys.executable} -m scripts.launch.local --list >&-").status == 0
+
+
 def test_horovod_needs_no_home(tmp_path):
     """Services and some containers have no HOME."""
     python = write_program(tmp_path / "python", "")

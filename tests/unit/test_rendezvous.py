@@ -34,6 +34,7 @@ from scripts.launch import elastic, local, rank_processes, rejoin, stuck, torch_
 from scripts.launch.command import NOT_ELASTIC
 from scripts.launch.echo import listen
 from scripts.launch.local import free_port
+from scripts.launch.rejoin import LOST_STATUS
 from tests.support import ROOT, run_command, wait_until
 
 BEAT_S = 0.1
@@ -371,6 +372,7 @@ class FakeHandler:
 
     def announce_stop(self):
         self.stopping = True
+        return self.has_saved
 
     def announce_finish(self):
         self.noted["finished"] = "1"
@@ -714,6 +716,21 @@ def test_a_stop_needs_no_store(store, monkeypatch):
     one._stop_heartbeats()
 
 
+@pytest.mark.parametrize(("state", "status"), [(WorkerState.SUCCEEDED, 0), (WorkerState.HEALTHY, LOST_STATUS)])
+def test_a_stop_that_comes_as_the_store_ends_has_a_checkpoint_if_the_ranks_ended_well(monkeypatch, state, status):
+    """A signal to all nodes may end the ranks of this one before it gets the signal itself."""
+    handler = FakeHandler()
+
+    def lose_store(*_):
+        elastic.STOPPED_BY.add(signal.SIGTERM)
+        raise DistError("Connection reset by peer")
+
+    handler.is_stopping = handler.num_nodes_waiting = lose_store
+    one, monitor = monitored(monkeypatch, RunResult(state=state), handler)
+    one.run = lambda: monitor() and handler.num_nodes_waiting()
+    assert run_agent(monkeypatch, one) == status
+
+
 @pytest.mark.parametrize(("left", "lost", "bound_s"), [(False, False, 0.5), (True, True, 60), (True, False, 60)])
 def test_ranks_have_a_bound_for_the_checkpoint_and_none_without_a_peer(monkeypatch, capsys, left, lost, bound_s):
     monkeypatch.setattr(elastic, "CHECKPOINT_TIMEOUT_S", bound_s)
@@ -757,6 +774,20 @@ def test_a_port_that_another_program_takes_before_a_round_is_no_refusal(store):
     assert port_taken_error(29500).status == PortTakenError.status
 
 
+def test_ranks_that_were_asked_to_stop_are_not_asked_again(monkeypatch):
+    """USR1 would kill ranks of a script that have written their checkpoint, and are about to end."""
+    done = RunResult(state=WorkerState.SUCCEEDED)
+    one, _ = monitored(monkeypatch, done, FakeHandler(), stopped_by=[signal.SIGTERM])
+    rank = Mock()
+    monkeypatch.setattr(elastic.psutil.Process, "children", lambda self: [rank])
+    with pytest.raises(SignalException):
+        one._stop_workers(SimpleNamespace(state=WorkerState.HEALTHY))  # the other node has left
+    rank.send_signal.assert_not_called()
+    elastic.STOPPED_BY.clear()
+    one._ask_for_checkpoint(SimpleNamespace())
+    rank.send_signal.assert_called_once_with(signal.SIGUSR1)
+
+
 def test_another_torch_is_refused(store, monkeypatch):
     monkeypatch.delitem(dynamic_rendezvous.DynamicRendezvousHandler.__annotations__, "_op_executor")
     with pytest.raises(UserError, match="has no _op_executor, which elastic jobs need; unset MIN_NODES"):
@@ -771,28 +802,33 @@ def test_another_torch_is_refused(store, monkeypatch):
 def test_no_end_of_a_rank_is_taken_for_that_of_its_agent(monkeypatch, capsys, ended, status, is_closed):
     """Statuses above 128, and 69, mean that the agent was killed or lost the store, and let the node return."""
     monkeypatch.setenv("SCRIPT", "train.py")
-    handler = FakeHandler()
-    handler.job_status, handler.shutdown = lambda: int(ended == 2), Mock()
-    handler.watch_store = lambda give_up: None
-    handler.notes.compare_set = lambda key, expected, wanted: wanted.encode()
 
     def run():
         if is_closed:
             raise RendezvousClosedError  # the ranks of another node have finished
         return failed(r0=ended)
 
-    agent = SimpleNamespace(failures={0: Failure(ended, 7)}, run=run)
+    agent = SimpleNamespace(failures={0: Failure(ended, 7)}, run=run, handler=FakeHandler())
+    agent.handler.job_status = lambda: int(ended == 2)
+    assert run_agent(monkeypatch, agent) == status
+    assert agent.handler.shutdown.called
+    was_restarted = "elastic: that was restart 3 of at most 3 (MAX_RESTARTS)\n" in capsys.readouterr().err
+    assert was_restarted is (not is_closed and ended != 2)
+
+
+def run_agent(monkeypatch, agent):
+    """Run an agent as a node does; return its status."""
+    handler = agent.handler
+    handler.shutdown = Mock()
+    handler.watch_store = lambda give_up: None
+    handler.notes.compare_set = lambda key, expected, wanted: wanted.encode()
     monkeypatch.setattr(elastic, "install", lambda: None)
     monkeypatch.setattr(rank_processes, "announce_stop", None)
     monkeypatch.setattr(elastic, "wait_for_head", lambda node, endpoint: "127.0.0.1")
     monkeypatch.setattr(elastic, "create_handler", lambda *_: handler)
     monkeypatch.setattr(elastic, "worker_spec", lambda *_, **__: None)
     monkeypatch.setattr(elastic, "Agent", lambda *_: agent)
-    node = Node(2, 0, nproc_per_node=1, master_addr="n1", master_port=7, rdzv_timeout_s=3)
-    assert elastic.run(node, "ddp", [], "logs") == status
-    assert handler.shutdown.called
-    was_restarted = "elastic: that was restart 3 of at most 3 (MAX_RESTARTS)\n" in capsys.readouterr().err
-    assert was_restarted is (not is_closed and ended != 2)
+    return elastic.run(Node(2, 0, 1, "n1", 7, rdzv_timeout_s=3), "ddp", [], "logs")
 
 
 AGENT = """
@@ -981,6 +1017,14 @@ def test_a_stop_between_two_agents_is_not_lost(monkeypatch, tmp_path):
     monkeypatch.setattr(rejoin, "say", lambda text: signal.raise_signal(signal.SIGTERM))  # sent to this thread
     status, starts = kept(monkeypatch, tmp_path, "-9 0")
     assert (status, len(starts)) == (1, 1)
+
+
+def test_a_stop_while_the_first_agent_imports_waits_for_it(monkeypatch):
+    """It ends with status 0 then; by default, TERM ends a process with 143."""
+    monkeypatch.setenv("RDZV_ENDPOINT", "127.0.0.1:1")
+    words = "import signal, sys; blocked = signal.pthread_sigmask(signal.SIG_BLOCK, []); print(sorted(blocked)); "
+    words += "sys.exit(len(blocked))"
+    assert rejoin.run_with_restarts([], 0, [sys.executable, "-c", words]) == len(rejoin.STOP_SIGNALS)
 
 
 def test_a_stop_while_the_next_agent_is_prepared_reaches_it(monkeypatch, tmp_path):

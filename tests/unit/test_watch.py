@@ -140,6 +140,10 @@ ncclInternalError: Internal check failed.
 Last error:
 Net : Connection closed by remote peer n2<50260>"""
 
+HOROVOD = (
+    "Horovod has been shut down. This was caused by an exception on one of the ranks or an attempt to allreduce."
+)
+
 
 MEMORY = (
     "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB of which 9.88 MiB "
@@ -155,8 +159,9 @@ MEMORY = (
         (INTERNAL, "lost another rank: NCCL error in: ", "Net : Connection closed by remote peer n2<50260>"),
         (SYSTEM, "cannot exchange data: NCCL error in: ", "(size 9637888): No space left on device"),
         ("NCCL communicator was aborted on rank 1.", "lost another rank: NCCL comm", "aborted on rank 1."),
+        (f"{HOROVOD} If the shutdown was caused by", "lost another rank: Horovod ", "has been shut down"),
     ],
-    ids=["gloo", "remote", "internal", "system", "aborted"],
+    ids=["gloo", "remote", "internal", "system", "aborted", "horovod"],
 )
 def test_what_a_failed_collective_says_is_one_line(message, kind, reason, monkeypatch, capsys):
     monkeypatch.setattr(os, "_exit", sys.exit)

@@ -98,9 +98,42 @@ def port(monkeypatch):
 @pytest.mark.usefixtures("port")
 def test_a_rank_that_does_not_come_is_no_refusal():
     """The next start may find it, as when agents wait for each other."""
-    with pytest.raises(MissingNodeError, match=r"rank 0 cannot meet the others at 127\.0\.0\.1:") as caught:
-        connect("cpu", Ranks(0, 0, 2, 1), timedelta(seconds=1))
+    said = r"^rank 0 waited 3 s for ranks 1, 3 of 4 at 127\.0\.0\.1:\d+; are they up, and are their ranks right\?$"
+
+    def come():
+        with contextlib.suppress(UserError):
+            connect("cpu", Ranks(2, 0, 4, 1), timedelta(seconds=20))
+
+    other = threading.Thread(target=come)
+    other.start()
+    with pytest.raises(MissingNodeError, match=said) as caught:
+        connect("cpu", Ranks(0, 0, 4, 1), timedelta(seconds=3))
     assert caught.value.status == 1
+    del caught  # and the store with it
+    other.join()
+
+
+@pytest.mark.usefixtures("port")
+def test_a_rank_that_two_processes_have_ends_all_of_them():
+    """In spawn, two nodes may have one --node-rank. Gloo would wait for the rank that is missing."""
+
+    def come(rank):
+        with pytest.raises(UserError) as caught:
+            connect("cpu", Ranks(rank, 0, 3, 1), timedelta(seconds=20))
+        return str(caught.value), caught.value.status
+
+    with ThreadPoolExecutor(3) as pool:
+        said = f"two processes are rank 1, one of them on {socket.gethostname()}; number nodes and ranks from 0"
+        assert set(pool.map(come, (0, 1, 1))) == {(said, 2)}
+
+
+def test_ranks_that_an_agent_starts_again_are_no_second_ones(monkeypatch):
+    """They may find what the earlier ones have left in its store."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    store = dist.HashStore()
+    for _ in range(2):
+        found = world_module._exchange_kinds(store, Ranks(0, 0, 1, 1), "cpu", "rank 0")
+        assert found == {"cpu": "rank 0"}
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ LOST_PEER = (
     "remote process exited",
     "ncclRemoteError",
     "NCCL communicator was aborted",
+    "Horovod has been shut down",
     *TIMEOUT_PHRASES,
 )
 """Phrases in the error messages of collectives whose other ranks have gone or do not answer."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 
 from recipes.common.errors import UserError
+from recipes.common.process.ranks import Ranks
+from recipes.common.watch.report import name_ranks
 
 
 class PortTakenError(UserError):
@@ -50,6 +53,13 @@ def rendezvous_error(rank: int, message: str) -> UserError:
     what = f"rank {rank} cannot meet the others at {place} ({reason})"
     kind = UserError if is_taken else MissingNodeError
     return kind(f"{what}; is rank 0 up, is MASTER_ADDR right, is MASTER_PORT free?", on_every_node=True)
+
+
+def missing_ranks_error(ranks: Ranks, missing: Sequence[int], waited_s: float) -> UserError:
+    """Return the error for ranks that have not come in time."""
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    what = f"rank {ranks.rank} waited {waited_s:g} s for {name_ranks(missing)} of {ranks.world_size} at {place}"
+    return MissingNodeError(f"{what}; are they up, and are their ranks right?", on_every_node=True)
 
 
 def connection_error(rank: int, message: str) -> UserError:

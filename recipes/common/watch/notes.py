@@ -79,6 +79,14 @@ class Notes:
         return self.ask(lambda store: read_notes(store, kind, ranks), nothing)
 
 
+def find_missing(store: Store, keys: list[str]) -> list[str]:
+    """Return the keys that a store lacks; if these are few, that takes few requests."""
+    if store.check(keys):
+        return []
+    half = len(keys) // 2
+    return [*find_missing(store, keys[:half]), *find_missing(store, keys[half:])] if half else keys
+
+
 def read_notes(store: Store, kind: str, ranks: Iterable[int]) -> dict[int, str]:
     """Return the texts of a kind that these ranks have put into a store, by rank, without ranks that have none.
 

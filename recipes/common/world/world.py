@@ -27,6 +27,7 @@ from recipes.common.options import Options
 from recipes.common.process.open_files import STORE_CONNECTIONS, allow_connections
 from recipes.common.process.ranks import Ranks, bind_address, read_ranks
 from recipes.common.process.signals import Stop
+from recipes.common.watch.notes import find_missing
 from recipes.common.watch.timeouts import group_timeout, time_limit, wait_timeout
 from recipes.common.watch.watch import Watch
 from recipes.common.world.devices import agree_on_device, choose_device
@@ -184,7 +185,8 @@ def connect(
     try:
         # World: rank 0 (or torchrun's agent) hosts a store there, through which processes then find each other.
         server = serve_on_loopback(ranks.rank)
-        rendezvous = dist.rendezvous("env://", rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
+        # Of one rank: torch would let rank 0 wait for all without learning which of them have come.
+        rendezvous = dist.rendezvous("env://", rank=ranks.rank, world_size=1, timeout=timeout)
         with bounded(ranks.rank, timeout, "rendezvous_error"):
             store, _, _ = next(iter(rendezvous))
         del server  # the store has taken it over
@@ -279,10 +281,21 @@ def bounded(rank: int, timeout: timedelta, error_name: str) -> contextlib.Abstra
 def _exchange_kinds(store: dist.Store, ranks: Ranks, kind: str, text: str) -> dict[str, str]:
     """Serve as the `Exchange` of devices.py before there is a process group, by a few requests per rank."""
     # World: each rank sends its kind of device and its host to the store, and reads one rank's for each kind.
+    is_taken = store.add(f"rank/{ranks.rank}", 1) > 1
+    if is_taken and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # an agent may start ranks again
+        what = f"two processes are rank {ranks.rank}, one of them on {socket.gethostname()}"
+        kind, text = "error", f"{what}; number nodes and ranks from 0"
     store.set(f"kind/{kind}", text)
     if store.add("written", 1) == ranks.world_size:
         store.set("all written", "")
-    store.wait(["all written"])
+    try:
+        store.wait(["all written"])
+    except dist.DistStoreError:  # the time is up
+        from recipes.common.process.rendezvous_errors import missing_ranks_error
+
+        missing = find_missing(store, [f"rank/{rank}" for rank in range(ranks.world_size)])
+        numbers = [int(key.removeprefix("rank/")) for key in missing]
+        raise missing_ranks_error(ranks, numbers, cast(Any, store).timeout.total_seconds()) from None
     kinds = [name for name in ("cpu", "cuda", "error") if store.check([f"kind/{name}"])]
     found = {name: store.get(f"kind/{name}").decode() for name in kinds}
     if store.add("read", 1) == ranks.world_size:
