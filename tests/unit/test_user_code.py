@@ -16,7 +16,7 @@ from recipes.common import user_code
 from recipes.common.data import load_data
 from recipes.common.errors import UserError
 from recipes.common.models.models import build_model
-from recipes.common.models.user_model import check_fit, check_on, check_sparse, exact_output
+from recipes.common.models.user_model import check_fit, check_input, check_on, check_sparse, exact_output
 from recipes.common.optim import build_optimizer, optimizer_state, set_learning_rate
 from recipes.common.parallel.buckets import find_unused
 from recipes.common.restore import load_optimizer_state
@@ -781,9 +781,13 @@ def test_what_does_not_fit_is_one_line_with_the_fix(tmp_path, argv, message):
 
 
 def test_a_model_that_changes_its_inputs_in_place_is_checked_on_the_same_inputs():
-    """It is a sequence of layers, and whether it mixes samples can be seen."""
+    """It is a sequence of layers, and whether it mixes samples can be seen. A pipeline refuses it."""
     for name, mixes in (("in_place", False), ("centres_in_place", True)):
-        assert load("--data", "mine:classes", "--model", f"mine:{name}")[1].mixes_samples is mixes
+        argv = ("--data", "mine:classes", "--model", f"mine:{name}")
+        data, model = load(*argv)
+        assert model.mixes_samples is mixes
+        with refused(f"--model mine:{name}: it changes its input in place, and the microbatches of a step share"):
+            check_input(model, options(argv), data)
 
 
 def test_a_model_of_your_own_keeps_its_layout_unless_channels_last_is_given():

@@ -280,13 +280,26 @@ def check_sequence(model: nn.Module, args: Options, data: Data) -> None:
     inputs = inputs.to(_device_of(model))
     model.eval()
 
-    expected = call_user_code(f"--model {args.model}", run_seeded, model, inputs)
-    output = call_user_code(f"--model {args.model}, child by child", run_seeded, nn.Sequential(*sequence), inputs)
+    what = f"--model {args.model}"
+    expected = call_user_code(what, run_seeded, model, inputs)
+    output = call_user_code(f"{what}, child by child", run_seeded, nn.Sequential(*sequence), inputs)
     if not isinstance(output, Tensor) or not (output.is_meta or torch.equal(output, expected)):
         fix = "remove is_sequence = True, or apply the children in order"
         if is_sequential(model):
             fix = "remove its hooks, or use a recipe that does not split it"
-        raise UserError(f"--model {args.model}: its children one after another do not return what it does; {fix}")
+        raise UserError(f"{what}: its children one after another do not return what it does; {fix}")
+    model.train()
+
+
+def check_input(model: nn.Module, args: Options, data: Data) -> None:
+    """Raise UserError if a model changes its input in place, which the microbatches of a pipeline share."""
+    inputs = data.examples(2)[0].to(_device_of(model)).clone()
+    model.eval()  # the pass changes no statistics
+    with torch.no_grad():
+        call_user_code(f"--model {args.model}", run_seeded, lambda _: model(inputs), inputs)
+    if inputs._version:
+        why = "it changes its input in place, and the microbatches of a step share that"
+        raise UserError(f"--model {args.model}: {why}; let it make a new tensor, or use RECIPE=ddp")
     model.train()
 
 
