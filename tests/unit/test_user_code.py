@@ -311,6 +311,9 @@ class Centres(nn.Linear):
     def forward(self, inputs):
         return super().forward(inputs - inputs.mean(0))
 
+SHARDED = nn.Linear(2, 3)
+SHARDED.weight.device_mesh = "a mesh"
+one_for_all = lambda data: SHARDED
 in_place = lambda data: InPlace(Doubles(), nn.Linear(2, 3))
 centres_in_place = lambda data: InPlace(Doubles(), Centres(2, 3))
 
@@ -716,6 +719,7 @@ DOES_NOT_FIT = [
     (("--data", "mine:ascii"), '--data mine:ascii: bytes have 256 values; set "num_classes" to 256, or "target" to "tokens"'),
     (("--data", "mine:token_9"), "--data mine:token_9: 'train': input 9 is not in 0 to 8; fix it"),
     (("--data", "mine:token_skipped"), "mine:token_skipped: 'test': target -100 is not in 0 to 8; fix it"),
+    (("--model", "mine:one_for_all"), "--model mine:one_for_all returned the same model twice; let it make a new one in each call"),
     (("--model", "mine:nothing"), "--model mine:nothing returned None; return a torch.nn.Module"),
     (("--model", "mine:wrong_shape"), "--model mine:wrong_shape returned a tensor of shape (128,) for 2 samples; return a tensor with a row for each"),
     ((*WELL, "--model", "mine:few_classes"), "--model mine:few_classes returns 2 logits, and --data mine:classes has 3 classes; return one for each"),

@@ -33,11 +33,14 @@ from recipes.common.user_code import (
 def build_user_model(args: Options, data: Data) -> nn.Module:
     """Return the model that the user's function builds for the data: see Data.
 
-    Raises UserError if the function fails or returns no nn.Module.
+    Raises UserError if the function fails, or returns no nn.Module or one that is in shards already.
     """
     model = call_user_code(f"--model {args.model}", import_user_code("--model", args.model), data)
     if not isinstance(model, nn.Module):
         raise UserError(f"--model {args.model} returned {name_of(model)}; return a torch.nn.Module")
+    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        # --weights builds a second model, on rank 0 alone: passes through shards would wait for the other ranks.
+        raise UserError(f"--model {args.model} returned the same model twice; let it make a new one in each call")
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.layout != torch.strided:
