@@ -25,6 +25,6 @@ def tiny_data(channels=1, size=8, classes=10):
 def tiny_job(*argv):
     args = options(["--global-batch-size", "30", *argv])
     model = torch.nn.Linear(1, 1)
-    optimizer = build_optimizer(args, model)
-    stop = SimpleNamespace(error=None, vote=GO)
-    return Job(args, "single", tiny_data(), Peers(CPU), model, optimizer, build_scaler(args, CPU), stop)
+    alone, stop = Peers(CPU), SimpleNamespace(error=None, vote=GO)
+    optimizer = build_optimizer(args, model, alone)
+    return Job(args, "single", tiny_data(), alone, model, optimizer, build_scaler(args, CPU), stop)

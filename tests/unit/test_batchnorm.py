@@ -221,7 +221,7 @@ def test_replicas_of_dataparallel_are_refused(option):
 def test_horovod_refuses_torchs_layer_for_all_ranks():
     """It would exchange over torch.distributed, which this recipe does not start."""
     with refused("--sync-batchnorm: torch's does not use Horovod; use --batchnorm-group, or RECIPE=ddp"):
-        horovod.wrap(nn.BatchNorm2d(3), horovod.HorovodOptions(sync_batchnorm=True))
+        horovod.wrap(nn.BatchNorm2d(3), horovod.HorovodOptions(sync_batchnorm=True), Peers(torch.device("cpu")))
 
 
 def test_statistics_of_all_ranks_on_cpus_are_refused_with_what_to_use():

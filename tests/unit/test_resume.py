@@ -22,6 +22,7 @@ from recipes.common.record import record
 from recipes.common.record.record import open_run
 from recipes.common.restore import load_optimizer_state
 from recipes.common.task import Classification
+from recipes.common.world.peers import Peers
 from recipes.single.train import options
 from tests.support import contents, is_equal, losses, metrics, newest_checkpoint, train, weights
 
@@ -372,17 +373,20 @@ def test_fewer_steps_than_a_run_has_done_are_refused(run, single, tmp_path):
 # ---- options
 
 
+ALONE = Peers(torch.device("cpu"))
+
+
 def test_settings_are_the_options_and_state_is_the_checkpoints():
     """The arithmetic of SGD is v = momentum * v + (g + decay * w), w -= lr * v."""
     weight = torch.nn.Parameter(torch.tensor([2.0]))
     args = options(["--momentum", "0.9", "--weight-decay", "0"])
-    optimizer = build_optimizer(args, torch.nn.ParameterList([weight]))
+    optimizer = build_optimizer(args, torch.nn.ParameterList([weight]), ALONE)
     weight.grad = torch.tensor([3.0])
     optimizer.step()  # leaves a momentum of 3
     saved = copy.deepcopy(optimizer.state_dict())
     again = torch.nn.Parameter(torch.tensor([2.0]))
     args = options(["--momentum", "0.5", "--weight-decay", "0.25", "--lr", "0.1"])
-    optimizer = build_optimizer(args, torch.nn.ParameterList([again]))
+    optimizer = build_optimizer(args, torch.nn.ParameterList([again]), ALONE)
     load_optimizer_state(optimizer, saved)
     again.grad = torch.tensor([1.0])
     optimizer.step()
@@ -640,6 +644,7 @@ def test_a_resume_says_that_the_data_have_changed(tmp_path, single, monkeypatch)
 
 
 CODE = """
+from recipes.common.world.peers import Peers
 from recipes.common.task import Classification
 import {helper}
 
