@@ -15,6 +15,7 @@ import traceback
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -40,11 +41,9 @@ def digests(args: Options) -> dict[str, str]:
             path = getattr(sys.modules[module], "__file__", None)
             found[module] = f"code with digest {zlib.crc32(Path(path).read_bytes()):08x}" if path else "no file"
     for name in sorted(set(sys.modules) - before - found.keys()):
-        path = Path(getattr(sys.modules[name], "__file__", None) or "")
         version = getattr(sys.modules[name], "__version__", None)
-        # is_file: torch.classes names a file that is not there
-        if is_own(path) and path.suffix == ".py" and path.is_file():
-            found[f"import {name}"] = f"code with digest {zlib.crc32(path.read_bytes()):08x}"
+        if own := own_digest(sys.modules[name]):
+            found[f"import {name}"] = f"code with digest {own}"
         elif "." not in name and name not in sys.stdlib_module_names and isinstance(version, str):
             found[f"import {name}"] = f"version {version}"
     return found
@@ -52,13 +51,17 @@ def digests(args: Options) -> dict[str, str]:
 
 def own_code() -> dict[str, str]:
     """Return a digest of each imported file of the user's own code, by its module's name."""
-    found = {}
-    for name, module in list(sys.modules.items()):
-        path = Path(getattr(module, "__file__", None) or "")
-        is_ours = name.partition(".")[0] in ("__main__", "__mp_main__", "recipes", "scripts")
-        if path.suffix == ".py" and not is_ours and is_own(path) and path.is_file():
-            found[name] = f"{zlib.crc32(path.read_bytes()):08x}"
-    return found
+    ours = ("__main__", "__mp_main__", "recipes", "scripts")
+    modules = [pair for pair in list(sys.modules.items()) if pair[0].partition(".")[0] not in ours]
+    return {name: own for name, module in modules if (own := own_digest(module))}
+
+
+def own_digest(module: ModuleType) -> str:
+    """Return a digest of a module's file, or "" if it has none that is the user's own code."""
+    path = Path(getattr(module, "__file__", None) or "")
+    # is_file: torch.classes names a file that is not there
+    is_users = path.suffix == ".py" and is_own(path) and path.is_file()
+    return f"{zlib.crc32(path.read_bytes()):08x}" if is_users else ""
 
 
 STDLIB = sysconfig.get_path("stdlib")
