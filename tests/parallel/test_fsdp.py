@@ -273,6 +273,7 @@ def test_batch_norm_keeps_fp32_beside_bf16(tmp_path, model):
     [
         ("", "--replicas 2", "--replicas 2 does not divide 3 processes; start a multiple of 2"),
         ("", "--cpu-offload", "--cpu-offload: shards are in main memory already on a CPU; drop it"),
+        ("normed_model", "--activation-checkpointing", "--activation-checkpointing: {} has batch norm, and "),
         ("Scaled", "", "{}: the parameter scale is a single number, without rows to shard; give it the shape"),
         ("Empty", "", "{}: the parameter scale is empty, without rows to shard; "),
         ("scripted", "", "{}: TorchScript has no hooks, in which FSDP gathers weights; "),

@@ -62,6 +62,12 @@ def test_ranks_refuse_in_one_line(tmp_path, recipe, world_size, case):
     assert not (tmp_path / "run").exists(), "a refusal leaves no run behind"
 
 
+@pytest.mark.parametrize("recipe", ["ddp", "pipeline"])
+def test_blocks_with_batch_norm_do_not_run_again(tmp_path, recipe):
+    outcome = start_run(recipe, tmp_path, 2, "--model", "resnet18", "--activation-checkpointing").wait()
+    assert_refused(outcome, "--activation-checkpointing: --model resnet18 has batch norm, and blocks that run")
+
+
 @pytest.mark.parametrize(("recipe", "world_size"), [("single", 1), ("fsdp", 3)])
 def test_weights_of_another_model_are_refused_in_one_line(tmp_path, recipe, world_size):
     torch.save({"conv1.weight": torch.zeros(64, 3, 7, 7)}, tmp_path / "w.pt")
