@@ -12,6 +12,7 @@ from recipes.common.world.peers import Peers
 from recipes.single.train import options
 
 CPU = torch.device("cpu")
+ALONE = Peers(CPU)
 
 
 def tiny_data(channels=1, size=8, classes=10):
@@ -25,6 +26,6 @@ def tiny_data(channels=1, size=8, classes=10):
 def tiny_job(*argv):
     args = options(["--global-batch-size", "30", *argv])
     model = torch.nn.Linear(1, 1)
-    alone, stop = Peers(CPU), SimpleNamespace(error=None, vote=GO)
-    optimizer = build_optimizer(args, model, alone)
-    return Job(args, "single", tiny_data(), alone, model, optimizer, build_scaler(args, CPU), stop)
+    stop = SimpleNamespace(error=None, vote=GO)
+    optimizer = build_optimizer(args, model, ALONE)
+    return Job(args, "single", tiny_data(), ALONE, model, optimizer, build_scaler(args, CPU), stop)

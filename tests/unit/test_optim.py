@@ -10,11 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from recipes.common.optim import build_optimizer, build_scaler, learning_rate, optimizer_state, optimizer_step
 from recipes.common.restore import load_optimizer_state
 from recipes.common.seeding import choose_kernels
-from recipes.common.world.peers import Peers
 from recipes.single import train as single
+from tests.tiny import ALONE
 
 CPU = torch.device("cpu")
-ALONE = Peers(CPU)
 
 
 def parameters_on(*devices):

@@ -15,7 +15,6 @@ from recipes.common.models.user_model import check_sequence
 from recipes.common.optim import build_optimizer
 from recipes.common.options import Options, parse
 from recipes.common.restore import load_optimizer_state
-from recipes.common.world.peers import Peers
 from recipes.pipeline.partition import (
     Part,
     PartModule,
@@ -26,6 +25,7 @@ from recipes.pipeline.partition import (
     plan_parts,
     state_of,
 )
+from tests.tiny import ALONE
 
 
 def options(model, *words):
@@ -54,7 +54,6 @@ def test_no_other_cuts_have_a_smaller_largest_part():
         assert max(sum(costs[a:b]) for a, b in itertools.pairwise(bounds)) == best
 
 
-ALONE = Peers(torch.device("cpu"))
 MODELS = [
     *(("lenet", 1, 8), ("lenet", 1, 28), ("lenet", 3, 32)),
     *(("vit-tiny", 1, size) for size in (2, 8, 28, 97)),

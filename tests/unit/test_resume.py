@@ -22,9 +22,9 @@ from recipes.common.record import record
 from recipes.common.record.record import open_run
 from recipes.common.restore import load_optimizer_state
 from recipes.common.task import Classification
-from recipes.common.world.peers import Peers
 from recipes.single.train import options
 from tests.support import contents, is_equal, losses, metrics, newest_checkpoint, train, weights
+from tests.tiny import ALONE
 
 EPOCH = 22
 """Steps of an epoch: 1,437 digits in batches of 64."""
@@ -371,9 +371,6 @@ def test_fewer_steps_than_a_run_has_done_are_refused(run, single, tmp_path):
 
 
 # ---- options
-
-
-ALONE = Peers(torch.device("cpu"))
 
 
 def test_settings_are_the_options_and_state_is_the_checkpoints():

@@ -21,13 +21,12 @@ from recipes.common.optim import build_optimizer, optimizer_state
 from recipes.common.options import STANDARD_LIBRARY
 from recipes.common.restore import load_optimizer_state
 from recipes.common.task import SKIPPED, Classification, Task, in_float
-from recipes.common.world.peers import Peers
 from recipes.pipeline.partition import PartModule, merge_states, own_state, plan_parts, stages_of, state_of
 from recipes.single.train import options
 from tests.conftest import refused
+from tests.tiny import ALONE
 
 CPU = torch.device("cpu")
-ALONE = Peers(CPU)
 
 
 @pytest.fixture
