@@ -64,7 +64,9 @@ def test_ranks_refuse_in_one_line(tmp_path, recipe, world_size, case):
 
 @pytest.mark.parametrize("recipe", ["ddp", "pipeline"])
 def test_blocks_with_batch_norm_do_not_run_again(tmp_path, recipe):
-    outcome = start_run(recipe, tmp_path, 2, "--model", "resnet18", "--activation-checkpointing").wait()
+    outcome = start_run(
+        recipe, tmp_path, 2, "--model", "resnet18", "--max-steps", "1", "--activation-checkpointing"
+    ).wait()
     assert_refused(outcome, "--activation-checkpointing: --model resnet18 has batch norm, and blocks that run")
 
 
