@@ -36,6 +36,8 @@ from scripts.launch.runs import last_step
 from scripts.launch.runs import read_metrics as metrics
 
 ROOT = Path(__file__).resolve().parent.parent
+TEXT_DIR = ROOT / "recipes" / "configs"
+"""A folder of text: 5,000 bytes to train on, and 900 to evaluate, which takes little time."""
 TIMEOUT_S = 120.0 * max(
     int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")), os.getloadavg()[0] / (os.cpu_count() or 1)
 )

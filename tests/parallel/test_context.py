@@ -20,6 +20,7 @@ from tests.conftest import slow
 from tests.page import run_page
 from tests.support import (
     ROOT,
+    TEXT_DIR,
     assert_same_training,
     losses,
     metrics,
@@ -29,7 +30,7 @@ from tests.support import (
     weights,
 )
 
-TEXT = ("--data", "text", "--data-dir", str(ROOT / "docs"), "--device", "cpu")
+TEXT = ("--data", "text", "--data-dir", str(TEXT_DIR), "--device", "cpu")
 STEPS = (*TEXT, "--seq-len", "16", "--global-batch-size", "6", "--max-steps", "4", "--checkpoint-every", "2")
 STEPS += ("--clip-grad-norm", "1")
 

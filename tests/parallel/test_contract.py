@@ -114,17 +114,31 @@ RECIPES = [
     Recipe("horovod", options=("--compression", "none"), half={"fp16": Half(("--compression", "fp16"), FP16)},
         overhead=0.25),
 ]  # fmt: skip
+LAYOUTS = ("ddp", "fsdp", "tensor", "context", "pipeline")
+"""The recipes that lay out the model or the batch in a way of their own; the others do as ddp or single."""
 BY_NAME = {recipe.name: recipe for recipe in RECIPES}
-each = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name, scope="module")
-each_size = pytest.mark.parametrize(
-    ("recipe", "world_size"),
-    [
-        pytest.param(recipe, n, id=f"{recipe.name}-{n}", marks=[pytest.mark.slow] if n == 7 else [])
+
+
+def each_recipe(is_slow=lambda recipe: False):
+    """Run a test with each recipe."""
+    cases = [pytest.param(r, id=r.name, marks=[pytest.mark.slow] * is_slow(r)) for r in RECIPES]
+    return pytest.mark.parametrize("recipe", cases, scope="module")
+
+
+def each_size_of_each_recipe(is_slow):
+    """Run a test with each recipe at each world size."""
+    cases = [
+        pytest.param(recipe, n, id=f"{recipe.name}-{n}", marks=[pytest.mark.slow] * is_slow(recipe, n))
         for recipe in RECIPES
         for n in recipe.world_sizes
-    ],
-    scope="module",  # tests of the same runs follow each other, and so share one of pytest's workers
-)
+    ]
+    # Tests of the same runs follow each other, and so share one of pytest's workers.
+    return pytest.mark.parametrize(("recipe", "world_size"), cases, scope="module")
+
+
+each, each_layout = each_recipe(), each_recipe(lambda recipe: recipe.name not in LAYOUTS)
+each_size = each_size_of_each_recipe(lambda recipe, n: n == 7)
+each_size_of_a_layout = each_size_of_each_recipe(lambda recipe, n: recipe.name not in LAYOUTS or n > 2)
 
 SEED = 1
 DIGITS = ("--num-samples", "809")
@@ -287,7 +301,7 @@ TEXT = ("--data", "text", "--seq-len", "8", "--optimizer", "sgd", "--max-steps",
 TEXT += (*NO_DECAY, "--warmup-steps", "3")
 
 
-@each
+@each_layout
 def test_text_has_the_same_curve_and_bits(train, text, recipe):
     """In a pipeline, the first and the last stage share a matrix."""
     world_size = recipe.world_sizes[0]
@@ -325,7 +339,7 @@ def test_text_resumes_in_a_pipeline_at_the_exact_sample(train, text):
 # ---- given weights
 
 
-@each
+@each_layout
 def test_given_weights_train_as_in_single(train, single, recipe):
     """Only the weights are taken: the run has step 1 again, another batch, and momentum from zero."""
     world_size = recipe.world_sizes[0]
@@ -336,7 +350,7 @@ def test_given_weights_train_as_in_single(train, single, recipe):
     assert losses(path)[0] < 0.8 * losses(single(recipe, world_size))[0]
 
 
-@each_size
+@each_size_of_a_layout
 def test_given_weights_are_evaluated_on_every_sample(train, recipe, world_size):
     model = ("--model", "norm", *DIGITS)
     given = train("single", 1, *model, "--max-steps", "6")
@@ -351,7 +365,7 @@ def test_given_weights_are_evaluated_on_every_sample(train, recipe, world_size):
     assert (result["world_size"], result["test_accuracy"]) == (world_size, theirs["test_accuracy"])
 
 
-@each
+@each_layout
 def test_given_weights_of_a_gpt(train, text, recipe):
     """They have a tied matrix and, for tensor, packed ones."""
     world_size, size = recipe.world_sizes[0], str(recipe.batch_size(recipe.world_sizes[0]))
@@ -370,7 +384,7 @@ def test_accumulation_changes_nothing(run, single, recipe):
 # ---- batch norm, whose statistics are each rank's own until the evaluation
 
 
-@each_size
+@each_size_of_a_layout
 def test_all_ranks_evaluate_with_rank_0s_batch_norm(train, observed_data, recipe, world_size):
     """At 7 ranks, only one has a sample to evaluate."""
     num_test, digits = (1, ("--num-samples", "15")) if world_size == 7 else (101, DIGITS)
@@ -401,7 +415,7 @@ def assert_same_statistics(path, expected, step):
     assert ours["1.num_batches_tracked"] == step
 
 
-@each
+@each_layout
 def test_groups_of_batch_norm_are_the_same_in_every_recipe(train, recipe):
     world_size = 3 if 3 in recipe.world_sizes else 1
     layout = (*recipe.options, *recipe.layouts.get(world_size, ()))

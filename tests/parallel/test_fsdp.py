@@ -31,7 +31,7 @@ from recipes.fsdp.train import build, build_mesh, options, wrap
 from tests import observe
 from tests.conftest import slow
 from tests.support import (
-    ROOT,
+    TEXT_DIR,
     assert_same_curve,
     largest_difference,
     losses,
@@ -43,8 +43,8 @@ from tests.support import (
 )
 
 HERE = "tests.parallel.test_fsdp"
-DOCS = ("--data", "text", "--data-dir", str(ROOT / "docs"))
-STEPS = (*DOCS, "--model", "gpt-tiny", "--seq-len", "16", "--max-steps", "4", "--clip-grad-norm", "1")
+TEXT = ("--data", "text", "--data-dir", str(TEXT_DIR))
+STEPS = (*TEXT, "--model", "gpt-tiny", "--seq-len", "16", "--max-steps", "4", "--clip-grad-norm", "1")
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,7 @@ def note_restored_bytes(folder):
 
 
 def test_a_rank_keeps_its_share_of_a_checkpoint(single, tmp_path):
-    argv = ("--device", "cpu", *STEPS, "--start-from", str(single), "--max-steps", "5")
+    argv = ("--device", "cpu", *STEPS, "--start-from", str(single), "--max-steps", "5", "--epochs", "2")
     train("fsdp", tmp_path, 3, *argv, setup=functools.partial(note_restored_bytes, tmp_path))
     held = [int((tmp_path / f"bytes{rank}").read_text()) for rank in range(3)]
     total = 3 * sum(tensor.nbytes for name, tensor in weights(single).items() if name != "head.weight")
@@ -414,7 +414,7 @@ SYNTHETIC = ("--data", "synthetic", "--image-size", "32", "--num-samples", "4")
     [
         (),
         ("--model", "vit-tiny"),
-        (*DOCS, "--model", "gpt-tiny"),
+        (*TEXT, "--model", "gpt-tiny"),
         *slow(
             ["--model", "resnet18", *SYNTHETIC],
             ["--model", "vit_b_16", *SYNTHETIC],  # its truncated normal reads the numbers that it draws
@@ -570,7 +570,7 @@ def test_what_a_user_brings_is_built_in_shards_too(argv):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--model", f"{HERE}:Scaled", *DOCS], f"--model {HERE}:Scaled on 2 samples, .* failed"),
+        (["--model", f"{HERE}:Scaled", *TEXT], f"--model {HERE}:Scaled on 2 samples, .* failed"),
         (["--model", f"{HERE}:Decides"], "has to return a scalar tensor that gradients come from"),
     ],
 )

@@ -17,7 +17,7 @@ from recipes.common.checkpoint.reading import read_checkpoint
 from recipes.common.checkpoint.shard_files import read_whole
 from recipes.common.nonfinite import Guard
 from tests.parallel.test_fsdp import note_restored_bytes
-from tests.support import ROOT, Interrupt, largest_difference, launches, losses, metrics, start_run, train
+from tests.support import TEXT_DIR, Interrupt, largest_difference, launches, losses, metrics, start_run, train
 
 SHARDED = ("--sharded-checkpoints", "--device", "cpu")
 STEPS = (*SHARDED, "--max-steps", "12", "--checkpoint-every", "3")
@@ -105,7 +105,7 @@ def note_read_bytes(folder):
 
 
 GPT = ("--data", "text", "--model", "gpt-tiny", "--seq-len", "16", "--max-steps", "2")
-DOCS = ("--data-dir", str(ROOT / "docs"))  # little to evaluate
+LITTLE = ("--data-dir", str(TEXT_DIR))
 
 
 @pytest.mark.slow
@@ -113,14 +113,14 @@ DOCS = ("--data-dir", str(ROOT / "docs"))  # little to evaluate
 def test_a_rank_reads_and_keeps_little_more_than_its_share(tmp_path, writer):
     """Ranks read whole rows of a shard: a matrix that tensor parallelism cut by columns is read once in total."""
     recipe, world_size, *layout = writer
-    first = train(recipe, tmp_path, world_size, *GPT, *DOCS, *layout, *SHARDED)
+    first = train(recipe, tmp_path, world_size, *GPT, *LITTLE, *layout, *SHARDED)
     content = read_checkpoint(max((first / "checkpoints").glob("step-*.pt")))
     files = content["shards"]["files"]
     assert len(files) == 2, "of two replicas, one writes"
     numbers = sum(math.prod(ref["shape"]) for name, ref in content["model"].items() if name != "head.weight")
     counts = sum(entry["size"] for entry in files) - 12 * numbers  # AdamW: two numbers beside each weight
     assert 0 < counts < 1000, "the tied matrix once"
-    argv = (*GPT, *DOCS, *SHARDED, "--start-from", str(first), "--max-steps", "3")
+    argv = (*GPT, *LITTLE, *SHARDED, "--start-from", str(first), "--max-steps", "3")
     train("fsdp", tmp_path, 3, *argv, setup=functools.partial(note_read_bytes, tmp_path))
     total = sum(entry["size"] for entry in files)
     for kind in ("bytes", "read"):

@@ -10,7 +10,7 @@ import pytest
 
 from recipes.spawn import train as spawn
 from scripts.launch.local import free_port
-from tests.conftest import refused, slow
+from tests.conftest import refused
 from tests.parallel.test_scratch import STEPS
 from tests.support import TIMEOUT_S, Command, assert_same_run, wait_until, weights, words_for
 
@@ -28,7 +28,8 @@ def ranks(node):
     return node.processes("spawn_main")
 
 
-@pytest.mark.parametrize(("nnodes", "nproc_per_node"), [(1, 2), *slow((2, 1))])
+@pytest.mark.slow  # test_contract.py starts the ranks of one node
+@pytest.mark.parametrize(("nnodes", "nproc_per_node"), [(1, 2), (2, 1)])
 def test_every_step_equals_single(single, tmp_path, nnodes, nproc_per_node):
     results = [node.wait() for node in start(tmp_path, nnodes, nproc_per_node, *STEPS)]
     assert [result.status for result in results] == [0] * nnodes, results

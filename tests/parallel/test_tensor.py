@@ -25,10 +25,10 @@ from scripts.plan.__main__ import make_plan
 from tests import observe
 from tests.conftest import refused, slow
 from tests.parallel.test_fsdp import allocated, note_bytes
-from tests.support import ROOT, assert_same_training, losses, start_run, train
+from tests.support import TEXT_DIR, assert_same_training, losses, start_run, train
 
 STEPS = ("--max-steps", "4", "--checkpoint-every", "2", "--clip-grad-norm", "1")
-GPT = ("--data", "text", "--data-dir", str(ROOT / "docs"), "--model", "gpt-tiny", "--seq-len", "16")
+GPT = ("--data", "text", "--data-dir", str(TEXT_DIR), "--model", "gpt-tiny", "--seq-len", "16")
 SEQUENCE, LOSS, FULL = "--sequence-parallel", "--loss-parallel", "--fully-shard"
 MODELS = {
     "lenet": (),
@@ -114,9 +114,10 @@ def test_sequences_that_do_not_divide_and_sharded_checkpoints(tmp_path):
 MIDDLE = "checkpoints/step-000000002.pt"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("single", "ranks", "switches"),
-    [("gpt-tiny", 2, (LOSS,)), *slow(("vit-tiny", 2, ()), ("gpt-tiny", 4, (SEQUENCE,)), ("lenet", 2, ()))],
+    [("gpt-tiny", 2, (LOSS,)), ("vit-tiny", 2, ()), ("gpt-tiny", 4, (SEQUENCE,)), ("lenet", 2, ())],
     indirect=["single"],
 )
 def test_shards_of_shards_pass_between_recipes_and_layouts(single, tmp_path, ranks, switches):
@@ -140,6 +141,7 @@ def step_as_on_a_gpu():
         sys.modules[name]._get_foreach_kernels_supported_devices = lambda: ["cpu"]
 
 
+@pytest.mark.parametrize("single", ["gpt-tiny", *slow("vit-tiny", "lenet")], indirect=True)
 @pytest.mark.parametrize(("world_size", "switches"), [(2, ()), *slow((4, (FULL,)))])
 def test_shards_are_updated_as_on_a_gpu(single, tmp_path, world_size, switches):
     """On GPUs, torch's optimizers update all parameters in one call, DTensors beside plain tensors.
@@ -298,6 +300,7 @@ def test_activations_and_gradients_of_shards_cross_the_wire(tmp_path, replicas, 
         assert expected <= sent <= 1.05 * expected
 
 
+@pytest.mark.slow
 def test_a_rank_holds_its_share_of_a_replicas_share(tmp_path):
     """AdamW keeps two numbers a weight, beside the weight and its gradient."""
     argv = (*MODELS["gpt-tiny"], "--device", "cpu", "--max-steps", "1", FULL)
@@ -375,11 +378,14 @@ def note_held(folder):
     GradientSum.finish, CheckpointWriter.begin = noting_finish, noting_begin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "world_size", "argv"),
     [
         ("tensor", 2, ["--sharded-checkpoints"]),
-        *slow(("tensor", 4, []), ("fsdp", 3, ["--sharded-checkpoints"]), ("fsdp", 4, ["--replicas", "2"])),
+        ("tensor", 4, []),
+        ("fsdp", 3, ["--sharded-checkpoints"]),
+        ("fsdp", 4, ["--replicas", "2"]),
     ],
 )
 def test_the_plan_knows_what_ranks_hold_and_write(tmp_path, recipe, world_size, argv):

@@ -9,10 +9,10 @@ import torch
 from recipes.common.data import load_data
 from recipes.single.train import options
 from tests.conftest import slow
-from tests.support import ROOT, assert_same_training, losses, metrics, train
+from tests.support import TEXT_DIR, assert_same_training, losses, metrics, train
 
 STEPS = ("--device", "cpu", "--seq-len", "16", "--global-batch-size", "6", "--max-steps", "6")
-TEXT = ("--data", "text", "--data-dir", str(ROOT / "docs"))
+TEXT = ("--data", "text", "--data-dir", str(TEXT_DIR))
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,8 @@ def test_the_numbers_are_those_of_text(single, tmp_path):
     ("recipe", "world_size", "more"),
     [
         ("ddp", 3, ()),
-        ("fsdp", 2, ("--sharded-checkpoints",)),
         *slow(
+            ("fsdp", 2, ("--sharded-checkpoints",)),
             ("context", 2, ()),
             ("tensor", 2, ()),
             ("pipeline", 2, ("--num-microbatches", "3")),

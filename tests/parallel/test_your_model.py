@@ -430,7 +430,7 @@ def test_an_optimizer_of_your_own_steps_alike_in_every_recipe(run, recipe):
     assert largest_difference(weights(single), weights(run("single", 1, *STEPPED, "--optimizer", "adamw"))) > 0.01
 
 
-@pytest.mark.parametrize(("recipe", "argv"), [("fsdp", ("--sharded-checkpoints",)), ("tensor", ())])
+@pytest.mark.parametrize(("recipe", "argv"), [("fsdp", ("--sharded-checkpoints",)), *slow(("tensor", ()))])
 def test_an_own_optimizer_sees_whole_parameters_where_ranks_hold_shards(run, start, tmp_path, recipe, argv):
     options = shlex.split("--optimizer mine:lars --lr 0.02 --max-steps 12")
     argv = ("--global-batch-size", "48", *options, *argv)
@@ -553,7 +553,7 @@ def test_a_sample_that_raises_an_error_ends_all_ranks_with_one_line(run, start, 
         assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=1e-5)
 
 
-@pytest.mark.parametrize(("recipe", "world_size"), [("single", 1), ("ddp", 2), *slow(("pipeline", 2))])
+@pytest.mark.parametrize(("recipe", "world_size"), [("ddp", 2), *slow(("single", 1), ("pipeline", 2))])
 @pytest.mark.parametrize("labelled", [64, 63])
 def test_a_step_in_which_no_target_counts_is_warned_of_once(start, recipe, world_size, labelled):
     """Its loss is 0, as if the model were perfect. Of 64 samples, the last one may count."""
