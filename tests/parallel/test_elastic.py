@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from scripts.launch.local import free_port
 from tests.support import (
     ROOT,
     TIMEOUT_S,
@@ -134,3 +135,21 @@ def test_a_refusal_ends_the_job_at_once(tmp_path):
     assert time.monotonic() - begun < 60
     assert [line for line in result.stderr.splitlines() if "error: " in line and "--global-batch-size" in line]
     assert "restart" not in result.stderr
+
+
+def test_plain_torchrun_restarts_its_ranks_too(tmp_path):
+    """Its agent keeps one store for all attempts, with the note that a rank hung, by which all would end again."""
+    argv = (*GENTLE, *OFTEN, "--max-steps", "200", "--timeout-s", "10", "--resume", "auto")
+    words = words_for(tmp_path, "e", *argv)
+    start = (".venv/bin/torchrun", "--nproc-per-node=2", "--max-restarts=1", f"--master-port={free_port()}")
+    job = Command(*start, "-m", "recipes.ddp.train", *words, SLOW_UNTIL=str(tmp_path / "end"))
+    job.wait_for_step(tmp_path / "e", 30)
+    hung = job.processes("python -u -m recipes.ddp.train")[-1]
+    hung.suspend()
+    wait_until(lambda: "does not answer" in job.text, TIMEOUT_S, lambda: job.text)
+    hung.kill()
+    (tmp_path / "end").touch()
+    job.wait(check=True)
+    assert launches(tmp_path / "e") == [2, 2]
+    assert launches(tmp_path / "e", "step")[1] >= 20
+    assert last_step(tmp_path / "e") == 200

@@ -136,6 +136,25 @@ def test_ranks_that_an_agent_starts_again_are_no_second_ones(monkeypatch):
         assert found == {"cpu": "rank 0"}
 
 
+def test_ranks_that_torchrun_starts_again_find_nothing_of_earlier_ones(port, monkeypatch):
+    """Such as the address of a rank that has ended: its agent keeps the store."""
+    agents_store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(world_module, "make_groups", lambda store, *_: store)
+
+    def come(rank):
+        return connect("cpu", Ranks(rank, rank, 2, 2), timedelta(seconds=20))[1]
+
+    for attempt in "01":
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        with ThreadPoolExecutor(2) as pool:
+            store, other = pool.map(come, range(2))
+        assert not other.check(["address"])
+        store.set("address", attempt)
+        assert other.get("address") == attempt.encode()
+    del agents_store
+
+
 @pytest.mark.parametrize(
     ("said", "reason"),
     [

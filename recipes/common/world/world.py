@@ -166,7 +166,7 @@ def join_world(args: Options, ranks: Ranks, devices_per_rank: int = 1) -> World:
     device, control = connect(args.device, ranks, timeout, devices_per_rank)
     # Each rank notes what it waits for in the store at MASTER_ADDR:MASTER_PORT, where the others can read it.
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
-    watch = Watch(ranks.rank, ranks.world_size, args, dist.PrefixStore("watch", store))
+    watch = Watch(ranks.rank, ranks.world_size, args, dist.PrefixStore(f"watch/{attempt(ranks)}", store))
     return World(ranks.rank, ranks.world_size, device, control, watch)
 
 
@@ -189,6 +189,7 @@ def connect(
         rendezvous = dist.rendezvous("env://", rank=ranks.rank, world_size=1, timeout=timeout)
         with bounded(ranks.rank, timeout, "rendezvous_error"):
             store, _, _ = next(iter(rendezvous))
+        store = dist.PrefixStore(attempt(ranks), store)
         del server  # the store has taken it over
         device = agree_on_device(
             lambda: choose_device(wanted, ranks, devices_per_rank),
@@ -255,6 +256,15 @@ def serve_on_loopback(rank: int) -> dist.Store | None:
         return None
     own: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
     return dist.TCPStore(*place, is_master=True, master_listen_fd=listener.detach(), **own)
+
+
+def attempt(ranks: Ranks) -> str:
+    """Return how often torchrun has restarted these ranks: `torchrun --max-restarts` keeps its store on one node.
+
+    The agents of several nodes may count differently, and with --rdzv-backend=c10d make a new store.
+    """
+    is_one_node = ranks.local_world_size == ranks.world_size
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_node else "0"
 
 
 def bounded(rank: int, timeout: timedelta, error_name: str) -> contextlib.AbstractContextManager[None]:
