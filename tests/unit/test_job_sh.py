@@ -769,6 +769,13 @@ def test_each_doctor_has_a_secret_of_its_own(file, tmp_path):
     assert len(set(re.findall("^[0-9a-f]{32}(?= )", seen, re.MULTILINE))) == 2
 
 
+@pytest.mark.parametrize("name", ["TERM", "USR1"])
+def test_a_doctor_that_is_stopped_before_its_step_has_not_passed(file, tmp_path, name):
+    write_program(tmp_path / "od", f"kill -{name} $(cut -d ' ' -f 4 /proc/$PPID/stat)")
+    with pytest.raises(AssertionError, match="error: job 7: it was stopped before its nodes were checked"):
+        file("doctor.sbatch")
+
+
 def test_the_repository_may_have_spaces_in_its_path(file, tmp_path):
     (tmp_path / "my work").symlink_to(ROOT)
     said, called = file("ddp.sbatch", "--lr", "1", command=f"{tmp_path}/my work/slurm/ddp.sbatch")
