@@ -379,7 +379,7 @@ stop_step() {
         else
             kill -s "$1" "$step_pid" 2>/dev/null # mpirun passes it to its ranks
         fi && if [[ -n ${SCRIPT:-} ]]; then break; fi # once: its handler may be saving
-        sleep 10
+        read -rt 10 <> <(:) # nothing comes: a wait of 10 s that ends with this process, as a sleep would not
     done &
     stopper=("$!")
 }
