@@ -114,6 +114,19 @@ def test_a_rank_that_does_not_come_is_no_refusal():
 
 
 @pytest.mark.usefixtures("port")
+def test_ranks_that_come_as_the_time_runs_out_are_not_named_as_missing(monkeypatch):
+    exchange = world_module._exchange_kinds
+
+    def arrive_late(store, *others):
+        store.add("rank/1", 1)  # and it has not been counted yet
+        return exchange(store, *others)
+
+    monkeypatch.setattr(world_module, "_exchange_kinds", arrive_late)
+    with pytest.raises(MissingNodeError, match=r"^rank 0 cannot meet the others at .*\(wait timeout after "):
+        connect("cpu", Ranks(0, 0, 2, 1), timedelta(seconds=1))
+
+
+@pytest.mark.usefixtures("port")
 def test_a_rank_that_two_processes_have_ends_all_of_them():
     """In spawn, two nodes may have one --node-rank. Gloo would wait for the rank that is missing."""
 

@@ -306,6 +306,8 @@ def _exchange_kinds(store: dist.Store, ranks: Ranks, kind: str, text: str) -> di
         from recipes.common.process.rendezvous_errors import missing_ranks_error
 
         missing = find_missing(store, [f"rank/{rank}" for rank in range(ranks.world_size)])
+        if not missing:  # the last one came as the time ran out, and others may have left
+            raise
         numbers = [int(key.removeprefix("rank/")) for key in missing]
         raise missing_ranks_error(ranks, numbers, cast(Any, store).timeout.total_seconds()) from None
     kinds = [name for name in ("cpu", "cuda", "error") if store.check([f"kind/{name}"])]
