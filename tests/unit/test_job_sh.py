@@ -50,7 +50,8 @@ def preempt(folder, version="22.05.8", mode="REQUEUE", job="Requeue=1 BatchFlag=
 @pytest.fixture
 def job(tmp_path):
     """Return a function that runs lines after begin_job with options, in the batch script's environment."""
-    for name, script in {"scontrol": SCONTROL, "srun": ""}.items():
+    sleep = f'[ "$1" = 5 ] || exec {shutil.which("sleep")} "$1"'  # 5: between two questions to the controller
+    for name, script in {"scontrol": SCONTROL, "srun": "", "sleep": sleep}.items():
         write_program(tmp_path / name, script)
 
     def run(*options, begin='begin_job ddp "$@"', then="", **env):
@@ -969,6 +970,32 @@ def test_a_job_that_slurm_ends_is_not_requeued(job, submitted, tmp_path, state):
         assert f"job 7 is {state} and its ranks have left; to resume: " in done.stdout, done.stderr
         assert done.returncode == 1
     assert not is_requeued(tmp_path)
+
+
+def answer_late(folder, failures):
+    """Let scontrol fail so often for each question to Slurm's controller, as while it is busy or restarts."""
+    busy = f'echo x >>"$0.$1"; [ $(grep -c x "$0.$1") -gt {failures} ] || exit 1'
+    answers = (folder / "scontrol").read_text().replace('job "*)', f'job "*) {busy};')
+    (folder / "scontrol").write_text(answers.replace(") exit 1", f") {busy}; kill $PPID"))
+
+
+@pytest.mark.parametrize("failures", [2, 9])
+def test_a_controller_that_does_not_answer_is_asked_again(job, tmp_path, failures):
+    """Otherwise a job at its time limit would not go on."""
+    answer_late(tmp_path, failures)
+    done = job(then="signal=USR1 status=0 greatest=0; end_job")
+    assert "it was stopped before its end; it is requeued" in done.stdout, done.stderr
+    assert ("error: job 7: it could not be requeued; to resume: " in done.stderr) is (failures > 2)
+
+
+@pytest.mark.parametrize("name", ["array", "ddp", "ddp-elastic", "ddp-srun", "doctor", "horovod"])
+def test_a_file_asks_a_controller_that_does_not_answer_again(job, tmp_path, name):
+    words = ("--runs-dir", str(tmp_path / "runs"))
+    shown = f'echo "JobId=7\n   Command={ROOT}/slurm/{name}.sbatch {" ".join(words)}\n   '
+    (tmp_path / "scontrol").write_text(SCONTROL.replace('echo "JobId=7 ', shown))
+    answer_late(tmp_path, 2)
+    done = bash(tmp_path, f"slurm/{name}.sbatch", *words, NAME="not/plain", SLURM_ARRAY_TASK_ID="0")
+    assert "error: NAME expects " in done.stderr or "SLURM_ARRAY_TASK_MIN" in done.stderr
 
 
 @pytest.mark.parametrize(
