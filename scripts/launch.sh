@@ -82,21 +82,24 @@ if [[ $recipe == spawn ]]; then
     # It starts the node's ranks by itself; what a launcher further out says of ranks is not meant for it.
     unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE
 fi
+# A stop signal waits until Python handles it, by an option of GNU's env. Env takes a name with = for a variable.
+start=(exec)
+if [[ $python != *=* ]] && env --block-signal=TERM true 2>/dev/null; then start+=(env '--block-signal=USR1,TERM'); fi
 case ${SCRIPT:+script-}$recipe in
 single | dataparallel)
-    exec "$python" -m scripts.launch.hold_signals "recipes.$recipe.train" "$@"
+    "${start[@]}" "$python" -m scripts.launch.hold_signals "recipes.$recipe.train" "$@"
     ;;
 spawn)
-    exec "$python" -m scripts.launch.hold_signals recipes.spawn.train --nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" \
+    "${start[@]}" "$python" -m scripts.launch.hold_signals recipes.spawn.train --nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" \
         --nproc-per-node "${NPROC_PER_NODE:-1}" --rdzv-timeout-s "${RDZV_TIMEOUT_S:-300}" "$@"
     ;;
 horovod | script-horovod)
-    exec "$python" -m scripts.launch.horovod "$recipe" "$@"
+    "${start[@]}" "$python" -m scripts.launch.horovod "$recipe" "$@"
     ;;
 *)
     # An elastic job's agent is started again if it is killed and the job continues.
     agent=scripts.launch.agent
     if [[ -n ${MIN_NODES:-} ]]; then agent=scripts.launch.rejoin; fi
-    exec "$python" -m "$agent" "$recipe" "$@"
+    "${start[@]}" "$python" -m "$agent" "$recipe" "$@"
     ;;
 esac

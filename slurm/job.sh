@@ -379,7 +379,7 @@ stop_step() {
         else
             kill -s "$1" "$step_pid" 2>/dev/null # mpirun passes it to its ranks
         fi && if [[ -n ${SCRIPT:-} ]]; then break; fi # once: its handler may be saving
-        sleep 10
+        read -rt 10 <> <(:) # nothing comes: a wait of 10 s that ends with this process, as a sleep would not
     done &
     stopper=("$!")
 }
@@ -436,7 +436,7 @@ shorten() {
 start_again() {
     local state preempted lost broken
     state=$(job_field JobState) preempted=$(job_field PreemptTime | grep '[0-9]')
-    if [[ $state != RUNNING ]]; then
+    if [[ ${state:-RUNNING} != RUNNING ]]; then # empty: Slurm does not answer
         # scancel, or a manual requeue: Slurm ends this script, too.
         echo "job $job is $state and its ranks have left; $go_on"
         exit 1
@@ -526,8 +526,11 @@ has_progress() {
     [[ -z ${SCRIPT:-} || -n $(find "$run_dir" -path "$logs" -prune -o -type f -newer "$started" -print -quit) ]]
 }
 
+# persist COMMAND...: run a command of Slurm, up to three times if its controller is busy or restarts.
+persist() { "$@" || { sleep 5 && "$@"; } || { sleep 5 && "$@"; }; }
+
 job_field() {
-    scontrol show job "$job" --oneliner | sed -n "s/.* $1=\([^ ]*\).*/\1/p"
+    persist scontrol show job "$job" --oneliner | sed -n "s/.* $1=\([^ ]*\).*/\1/p"
 }
 
 # Print the nodes that do not start a command within 20 s. If no node does, the fault is srun's: print none. At most 100 are
@@ -599,7 +602,7 @@ requeue() {
     echo "job $job: $1; it is requeued and resumes from its last checkpoint"
     if [[ -n ${preempted:-} && -z $excluded ]] && slurm_requeues; then exit 1; fi
     if [[ -n $excluded ]]; then trap '' TERM; else trap - TERM; fi
-    scontrol requeue "$job" || fail "it could not be requeued; $go_on"
+    persist scontrol requeue "$job" || fail "it could not be requeued; $go_on"
     if [[ -z $excluded ]]; then exec sleep 60; fi # Slurm ends this script
     # Slurm does not change a running job. The job cannot start again before this script has ended.
     scontrol update "JobId=$job" "ExcNodeList=$excluded" ||

@@ -16,6 +16,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from recipes.common.folders import replace_text
 from recipes.common.process.parent import LAUNCHER_PID
 from scripts.launch.processes import run
 
@@ -69,9 +70,6 @@ class Run:
             status = 0  # as docs/your-own.md says
         if os.environ["SLURM_PROCID"] == "0":
             name = "USR1" if SIGNAL in received else "TERM" if received else ""
-            status_file = Path(os.environ["STATUS_FILE"])
-            temporary = status_file.with_suffix(".tmp")
-            temporary.write_text(f"{status} {name}\n")
-            temporary.replace(status_file)  # whoever reads it meanwhile finds all of it or none
+            replace_text(Path(os.environ["STATUS_FILE"]), f"{status} {name}\n")
         if status:
             sys.exit(status)

@@ -1,9 +1,10 @@
-"""Names in a folder that other nodes write to as well."""
+"""Files and names in a folder that other nodes read or write as well."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import tempfile
 from pathlib import Path
 
@@ -23,3 +24,10 @@ def refresh_names(folder: Path) -> None:
     """
     with contextlib.suppress(OSError):  # no folder, or nothing can be written: the reader of names says so
         Path(tempfile.mkdtemp(prefix=".refresh-", dir=folder)).rmdir()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file that others may read meanwhile: they find all of the text, or what was there before."""
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from recipes.common.folders import replace_text
 from recipes.common.process.ranks import Ranks, read_ranks
 from recipes.probe.train import TorchWorld, gather_map
 from scripts.doctor.rules import SLOW_LINK, lower_of_both
@@ -52,9 +53,7 @@ class ResultFile:
     def add(self, **entries: Any) -> None:
         """Add entries and replace the file."""
         self.entries |= entries
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self.entries))
-        temporary.replace(self.path)
+        replace_text(self.path, json.dumps(self.entries))
 
 
 def pattern(numel: int, device: torch.device) -> torch.Tensor:

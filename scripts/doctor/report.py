@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from recipes.common.folders import replace_text
 from scripts.doctor.case import Case, Finding
 from scripts.doctor.rules import links, tally
 
@@ -90,6 +91,4 @@ def write_json(path: Path, case: Case, findings: list[Finding], seconds: float) 
         "peers": case.peers,
         "nodes": case.facts,
     }
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)
+    replace_text(path, json.dumps(content, indent=2) + "\n")

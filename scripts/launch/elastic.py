@@ -235,7 +235,6 @@ class Handler(DynamicRendezvousHandler):
                     raise
         state = self._state_holder.state
         self.members, self.round = frozenset(state.participants), state.round
-        self.left = self.lost = frozenset()
         self.has_stopped, self._begun_s, self._newcomers_since_s = False, time.monotonic(), 0.0
         if info.rank == 0 and (self.round or info.world_size < self.settings.max_nodes):
             without = f", without {names_of(before - self.members)}" if before - self.members else ""

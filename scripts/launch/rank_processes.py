@@ -150,14 +150,14 @@ def end_processes(running: list[subprocess.Popen[bytes]]) -> set[int]:
     """End the node's processes that still run, and what all have left behind; return the ids of those killed."""
     killed: set[int] = set()
     grace_s = STOP_GRACE_S if script.is_set() and STOPPED_BY else FAILURE_GRACE_S
-    for number, wait_s in ((END_SIGNAL, grace_s), (signal.SIGKILL, END_SIGNAL_GRACE_S)):
-        if not wait_for(running, wait_s):
-            for process in running:
-                if process.poll() is None:  # a stopped process (SIGSTOP) reacts to KILL alone
-                    os.killpg(process.pid, number)
-                    killed.add(process.pid)
+    if not wait_for(running, grace_s):
+        for process in running:
+            if process.poll() is None:
+                os.killpg(process.pid, END_SIGNAL)
+                killed.add(process.pid)
+        wait_for(running, END_SIGNAL_GRACE_S)
+    end_sessions([process.pid for process in running])  # a stopped process (SIGSTOP) reacts to KILL alone
     wait_for(running, END_SIGNAL_GRACE_S)
-    end_sessions([process.pid for process in running])
     return killed
 
 

@@ -39,9 +39,9 @@ def test_kill_of_a_rank_ends_all(tmp_path):
     command.wait_for_step(tmp_path / "horovod", 3)
     command.processes("recipes.horovod.train")[-1].kill()
     assert command.wait(gone_within_s=10).status != 0
-    assert re.search(
-        "^error: rank 0 on .* lost another rank: Horovod has been shut down$", command.text, re.MULTILINE
-    )
+    # Horovod passes gloo's error on or only says that it has ended, by what it was doing.
+    why = "Horovod has been shut down|Connection (reset|closed) by peer"
+    assert re.search(f"^error: rank 0 on .* lost another rank: ({why})$", command.text, re.MULTILINE)
     assert "Traceback" not in command.text
 
 

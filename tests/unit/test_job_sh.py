@@ -50,7 +50,8 @@ def preempt(folder, version="22.05.8", mode="REQUEUE", job="Requeue=1 BatchFlag=
 @pytest.fixture
 def job(tmp_path):
     """Return a function that runs lines after begin_job with options, in the batch script's environment."""
-    for name, script in {"scontrol": SCONTROL, "srun": ""}.items():
+    sleep = f'[ "$1" = 5 ] || exec {shutil.which("sleep")} "$1"'  # 5: between two questions to the controller
+    for name, script in {"scontrol": SCONTROL, "srun": "", "sleep": sleep}.items():
         write_program(tmp_path / name, script)
 
     def run(*options, begin='begin_job ddp "$@"', then="", **env):
@@ -769,6 +770,13 @@ def test_each_doctor_has_a_secret_of_its_own(file, tmp_path):
     assert len(set(re.findall("^[0-9a-f]{32}(?= )", seen, re.MULTILINE))) == 2
 
 
+@pytest.mark.parametrize("name", ["TERM", "USR1"])
+def test_a_doctor_that_is_stopped_before_its_step_has_not_passed(file, tmp_path, name):
+    write_program(tmp_path / "od", f"kill -{name} $(cut -d ' ' -f 4 /proc/$PPID/stat)")
+    with pytest.raises(AssertionError, match="error: job 7: it was stopped before its nodes were checked"):
+        file("doctor.sbatch")
+
+
 def test_the_repository_may_have_spaces_in_its_path(file, tmp_path):
     (tmp_path / "my work").symlink_to(ROOT)
     said, called = file("ddp.sbatch", "--lr", "1", command=f"{tmp_path}/my work/slurm/ddp.sbatch")
@@ -964,6 +972,32 @@ def test_a_job_that_slurm_ends_is_not_requeued(job, submitted, tmp_path, state):
     assert not is_requeued(tmp_path)
 
 
+def answer_late(folder, failures):
+    """Let scontrol fail so often for each question to Slurm's controller, as while it is busy or restarts."""
+    busy = f'echo x >>"$0.$1"; [ $(grep -c x "$0.$1") -gt {failures} ] || exit 1'
+    answers = (folder / "scontrol").read_text().replace('job "*)', f'job "*) {busy};')
+    (folder / "scontrol").write_text(answers.replace(") exit 1", f") {busy}; kill $PPID"))
+
+
+@pytest.mark.parametrize("failures", [2, 9])
+def test_a_controller_that_does_not_answer_is_asked_again(job, tmp_path, failures):
+    """Otherwise a job at its time limit would not go on."""
+    answer_late(tmp_path, failures)
+    done = job(then="signal=USR1 status=0 greatest=0; end_job")
+    assert "it was stopped before its end; it is requeued" in done.stdout, done.stderr
+    assert ("error: job 7: it could not be requeued; to resume: " in done.stderr) is (failures > 2)
+
+
+@pytest.mark.parametrize("name", ["array", "ddp", "ddp-elastic", "ddp-srun", "doctor", "horovod"])
+def test_a_file_asks_a_controller_that_does_not_answer_again(job, tmp_path, name):
+    words = ("--runs-dir", str(tmp_path / "runs"))
+    shown = f'echo "JobId=7\n   Command={ROOT}/slurm/{name}.sbatch {" ".join(words)}\n   '
+    (tmp_path / "scontrol").write_text(SCONTROL.replace('echo "JobId=7 ', shown))
+    answer_late(tmp_path, 2)
+    done = bash(tmp_path, f"slurm/{name}.sbatch", *words, NAME="not/plain", SLURM_ARRAY_TASK_ID="0")
+    assert "error: NAME expects " in done.stderr or "SLURM_ARRAY_TASK_MIN" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("begin", "options"),
     [('begin_job probe "$@"', ()), ('begin_job ddp "$@"', ("--help",)), ('begin_job ddp "$@"', ("-h",))],
@@ -998,10 +1032,10 @@ def test_a_second_signal_abandons_no_step(job, tmp_path):
     trap = "#!/bin/bash\ntrap 'sleep 1; exit 5' USR1\ntouch begun\nwhile :; do sleep 0.1; done\n"
     step = write_program(tmp_path / "step.sh", trap)
     signals = "while [[ ! -e begun ]]; do sleep 0.05; done; kill -USR1 $$; sleep 0.3; kill -USR1 $$"
-    # The sleep of 10 s between two signals would outlive the job, and hold its output open: stop_step becomes it.
-    sleep = "sleep() { if [[ $1 == 10 ]]; then exec sleep 10; fi; command sleep $1; }"
-    done = job(then=f'cd {tmp_path}; ({signals}) & {sleep}; run_step {step}; echo "ended with $status"')
+    begin = time.monotonic()
+    done = job(then=f'cd {tmp_path}; ({signals}) & run_step {step}; echo "ended with $status"')
     assert "ended with 5" in done.stdout
+    assert time.monotonic() - begin < 9, "what waits to repeat the signal ends with the job"
 
 
 def test_after_a_signal_no_step_begins(job, tmp_path):

@@ -114,6 +114,19 @@ def test_a_rank_that_does_not_come_is_no_refusal():
 
 
 @pytest.mark.usefixtures("port")
+def test_ranks_that_come_as_the_time_runs_out_are_not_named_as_missing(monkeypatch):
+    exchange = world_module._exchange_kinds
+
+    def arrive_late(store, *others):
+        store.add("rank/1", 1)  # and it has not been counted yet
+        return exchange(store, *others)
+
+    monkeypatch.setattr(world_module, "_exchange_kinds", arrive_late)
+    with pytest.raises(MissingNodeError, match=r"^rank 0 cannot meet the others at .*\(wait timeout after "):
+        connect("cpu", Ranks(0, 0, 2, 1), timedelta(seconds=1))
+
+
+@pytest.mark.usefixtures("port")
 def test_a_rank_that_two_processes_have_ends_all_of_them():
     """In spawn, two nodes may have one --node-rank. Gloo would wait for the rank that is missing."""
 
@@ -267,13 +280,24 @@ def test_a_rank_does_not_wait_forever_for_a_program_that_is_no_store(monkeypatch
 
     def end(status):
         ended.append(status)
-        listener.accept()[0].close()  # it frees the thread that would have ended with the process
+        for _ in range(2):  # after the one that only tried whether anyone listens
+            listener.accept()[0].close()  # it frees the thread that would have ended with the process
 
     monkeypatch.setattr(os, "_exit", end)
     with listener, pytest.raises(MissingNodeError):
         connect("cpu", Ranks(1, 0, 2, 1), timedelta(seconds=0.5))
     assert ended == [1]
     assert capfd.readouterr().err.startswith("error: rank 1 cannot meet the others at 127.0.0.1:")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "nowhere.invalid", 64 * "x"])
+@pytest.mark.usefixtures("port")
+def test_a_rank_that_does_not_reach_rank_0_prints_no_frames(monkeypatch, capfd, address):
+    """Torch itself would print some 40 lines of its C++ stack."""
+    monkeypatch.setenv("MASTER_ADDR", address)
+    with pytest.raises(MissingNodeError, match=rf"^rank 1 cannot meet the others at {address}:\d+ \(.*\); is "):
+        connect("cpu", Ranks(1, 0, 2, 1), timedelta(seconds=0.5))
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("on_one_rank", "left"), [(False, ["world"]), (True, [])])

@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import NamedTuple
 from recipes.common.errors import UserError
 from recipes.common.options import read_number
 from recipes.common.process.entry import USAGE_STATUS
-from recipes.common.process.ranks import bind_address
+from recipes.common.process.ranks import bind_address, connect_within
 from recipes.common.process.rendezvous_errors import (
     MissingNodeError,
     MissingStoreError,
@@ -101,20 +100,15 @@ def wait_for_head(node: Node, store: str = "") -> str:
     """
     place = store or f"{node.master_addr}:{node.master_port}"
     host, _, port = place.rpartition(":")
-    deadline = time.monotonic() + node.rdzv_timeout_s
-    while True:
-        try:
-            with socket.create_connection((host, int(port)), timeout=5) as connection:
-                address = str(connection.getsockname()[0]).removeprefix("::ffff:")
-            return node.master_addr if address.startswith("127.") or address == "::1" else address
-        except OSError as error:
-            if time.monotonic() > deadline:
-                what = "the job's store" if store else "node 0"
-                raise (MissingStoreError if store else MissingNodeError)(
-                    f"node {node.node_rank} waited {node.rdzv_timeout_s} s for {what} at {place} "
-                    f"({error.strerror or error}); is it up, and is MASTER_ADDR right?"
-                ) from None
-            time.sleep(0.2)
+    try:
+        address = connect_within(host, int(port), node.rdzv_timeout_s)
+    except OSError as error:
+        what = "the job's store" if store else "node 0"
+        raise (MissingStoreError if store else MissingNodeError)(
+            f"node {node.node_rank} waited {node.rdzv_timeout_s} s for {what} at {place} "
+            f"({error.strerror or error}); is it up, and is MASTER_ADDR right?"
+        ) from None
+    return node.master_addr if address.startswith("127.") or address == "::1" else address
 
 
 def missing_nodes_error(node: Node, missing: Sequence[int]) -> MissingNodeError:

@@ -1,9 +1,14 @@
-"""Who this process is: the variables that every launcher sets, the only ones that a recipe reads."""
+"""Who this process is: the variables that every launcher sets, the only ones that a recipe reads.
+
+And how it reaches rank 0.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
 import threading
+import time
 from dataclasses import dataclass
 
 from recipes.common.errors import UserError
@@ -51,3 +56,16 @@ def bind_address(master_addr: str) -> str:
     Those that meet at 127.0.0.1 are all on this machine: nothing listens for others.
     """
     return master_addr if master_addr == "127.0.0.1" else ""
+
+
+def connect_within(host: str, port: int, timeout_s: float) -> str:
+    """Wait until someone answers there; return this end's address. Raises the last OSError after timeout_s."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=5) as connection:
+                return str(connection.getsockname()[0]).removeprefix("::ffff:")
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import socket
 import sys
 import threading
 import time
@@ -14,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from recipes.common.folders import replace_text
 from recipes.common.watch.notes import Notes, run_bounded
 
 T = TypeVar("T")
@@ -112,7 +111,7 @@ class Report:
     def _write_part(self, text: str) -> None:
         """Write this rank's report to the folder."""
         (self.place / "hang").mkdir(parents=True, exist_ok=True)
-        _write(self.place / "hang" / f"rank-{self.rank}.txt", text)
+        replace_text(self.place / "hang" / f"rank-{self.rank}.txt", text)
 
     def _read_parts(self, ranks: Iterable[int], began_at: float) -> dict[int, str]:
         """Return the recent reports of these ranks in the folder, by rank."""
@@ -173,17 +172,10 @@ class Report:
         print(f"error: {summary}; {where}", file=sys.stderr, flush=True)
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a file atomically, so that ranks that wait for it never read a part of it."""
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
-
-
 def _try_to_write(path: Path, text: str) -> str:
     """Write a file atomically; return the reason if that fails, or ""."""
     try:
-        _write(path, text)
+        replace_text(path, text)
     except OSError as error:
         return error.strerror or str(error)
     return ""

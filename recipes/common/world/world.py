@@ -25,7 +25,7 @@ from recipes.common.errors import UserError
 from recipes.common.nonfinite import NonFiniteError
 from recipes.common.options import Options
 from recipes.common.process.open_files import STORE_CONNECTIONS, allow_connections
-from recipes.common.process.ranks import Ranks, bind_address, read_ranks
+from recipes.common.process.ranks import Ranks, bind_address, connect_within, read_ranks
 from recipes.common.process.signals import Stop
 from recipes.common.watch.notes import find_missing
 from recipes.common.watch.timeouts import group_timeout, time_limit, wait_timeout
@@ -188,6 +188,8 @@ def connect(
         # Of one rank: torch would let rank 0 wait for all without learning which of them have come.
         rendezvous = dist.rendezvous("env://", rank=ranks.rank, world_size=1, timeout=timeout)
         with bounded(ranks.rank, timeout, "rendezvous_error"):
+            if ranks.rank:
+                wait_for_store(ranks.rank, timeout)
             store, _, _ = next(iter(rendezvous))
         store = dist.PrefixStore(attempt(ranks), store)
         del server  # the store has taken it over
@@ -243,6 +245,16 @@ def allow_sockets(ranks: Ranks) -> None:
     if ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         connections, clients = connections + STORE_CONNECTIONS * ranks.world_size, f"{ranks.world_size} ranks"
     allow_connections(connections, clients)
+
+
+def wait_for_store(rank: int, timeout: timedelta) -> None:
+    """Wait until the store answers; raises MissingNodeError. Torch would print a page of its C++ stack as well."""
+    try:
+        connect_within(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout.total_seconds())
+    except (OSError, UnicodeError) as error:  # UnicodeError: the address cannot be a host's name
+        from recipes.common.process.rendezvous_errors import rendezvous_error
+
+        raise rendezvous_error(rank, getattr(error, "strerror", None) or str(error)) from None
 
 
 def serve_on_loopback(rank: int) -> dist.Store | None:
@@ -304,6 +316,8 @@ def _exchange_kinds(store: dist.Store, ranks: Ranks, kind: str, text: str) -> di
         from recipes.common.process.rendezvous_errors import missing_ranks_error
 
         missing = find_missing(store, [f"rank/{rank}" for rank in range(ranks.world_size)])
+        if not missing:  # the last one came as the time ran out, and others may have left
+            raise
         numbers = [int(key.removeprefix("rank/")) for key in missing]
         raise missing_ranks_error(ranks, numbers, cast(Any, store).timeout.total_seconds()) from None
     kinds = [name for name in ("cpu", "cuda", "error") if store.check([f"kind/{name}"])]
