@@ -189,6 +189,8 @@ def process_variables(world: MPI.Comm, nproc_per_node: int | None) -> dict[str, 
         "LOCAL_WORLD_SIZE": str(local.size),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
+        # By this one, Lightning knows torchrun's variables; otherwise it asks MPI, which is closed and aborts it.
+        "TORCHELASTIC_RUN_ID": "mpirun",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1",
     }
     if not os.environ.get("MASTER_PORT"):

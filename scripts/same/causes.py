@@ -176,8 +176,8 @@ CAUSES = {
 
 NOTES = {
     "one-rank-loss": Cause(
-        "the printed loss is that of one rank's share of the batch",
-        "average it over ranks before it is printed",
+        "the gradients are right; the printed value is of other samples, such as one rank's share of the batch",
+        "sum it and the number of samples over ranks, then divide, before it is printed",
     ),
     "same-dropout": Cause(
         "dropout draws the same masks on all ranks",

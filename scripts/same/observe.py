@@ -162,7 +162,7 @@ class Observer:
     def start_evaluation(self) -> None:
         """Reset what is recorded for an evaluation."""
         self.evaluation_model: int | None = None
-        self.evaluated: list[str] = []
+        self.evaluated: dict[int, list[str]] = {}  # by loader iteration: several sets may be evaluated in turn
         self.collectives = 0
 
     def write(self, event: str, **fields: Any) -> None:
@@ -292,7 +292,7 @@ class Observer:
         if not torch.is_grad_enabled() or not any(part.training for part in module.modules()):
             self.evaluation_model = self.evaluation_model or id(module)
             if id(module) == self.evaluation_model:
-                self.evaluated += fingerprints(batch)
+                self.evaluated.setdefault(self.iteration, []).extend(fingerprints(batch))
                 self.collectives = 0
             return
         self.end_evaluation()
@@ -306,10 +306,10 @@ class Observer:
             self.record["rows"] += fingerprints(batch)
 
     def end_evaluation(self) -> None:
-        """Write the evaluation that has just ended, if there was one, with the number of collectives after it."""
-        if self.evaluated:
-            collectives = self.collectives + ("horovod.torch" in sys.modules)
-            self.write("evaluation", rows=self.evaluated, collectives=collectives)
+        """Write the evaluations that have just ended, with the number of collectives after the last one."""
+        collectives = self.collectives + ("horovod.torch" in sys.modules)
+        for rows in self.evaluated.values():
+            self.write("evaluation", rows=rows, collectives=collectives)
         self.start_evaluation()
 
     def wrap(self, original: Function, *args: Any, **kwargs: Any) -> None:

@@ -60,11 +60,13 @@ def start(tmp_path):
 def test_a_script_of_the_users_own(mpi, tmp_path):
     path = tmp_path / "train.py"
     # One write: an unbuffered print() writes the end of its line by itself, and mpirun may mix the two.
-    line = r"{os.environ['RANK']} {os.environ['WORLD_SIZE']} {sys.argv[1:]}\n"
-    path.write_text(f'import os, sys; sys.stdout.write(f"{line}")')
+    # Lightning asks MPI, which is closed, unless it takes its ranks for torchrun's.
+    line = r"{os.environ['RANK']} {os.environ['WORLD_SIZE']} {is_torchelastic_launched()} {sys.argv[1:]}\n"
+    imports = "import os, sys; from torch.distributed import is_torchelastic_launched"
+    path.write_text(f'{imports}; sys.stdout.write(f"{line}")')
     done = run(str(path), "--out={run_dir}", RUNS_DIR=str(tmp_path))
     assert done.status == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"{rank} 2 ['--out={tmp_path}/train']" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == [f"{rank} 2 True ['--out={tmp_path}/train']" for rank in range(2)]
     done = run(str(tmp_path / "tran.py"))
     assert (done.status, done.stdout) == (2, "")
     assert done.stderr == f"error: SCRIPT {tmp_path}/tran.py does not exist; did you mean 'train.py'?\n"

@@ -435,6 +435,21 @@ def test_why_one_of_two_evaluations_differs():
     assert [found for found, _ in causes(run, first)] == ["padded-evaluation"]
 
 
+def test_evaluations_of_several_data_sets_in_turn_are_recorded_each(tmp_path):
+    """PyTorch Ignite's examples evaluate training data, shuffled and cut, then test data, with no step between."""
+    observer, model = observe.Observer(tmp_path, 0), torch.nn.Linear(1, 1).eval()
+    batches = [torch.tensor([[float(i)]]) for i in range(3)]
+    for observer.iteration, batch in ((4, batches[0]), (5, batches[1]), (4, batches[2])):
+        observer.see_batch(model, ((batch,), {}))
+        observer.count_collective(len, [])
+    observer.end_evaluation()
+    [lines] = load(tmp_path, 1, [0]).of("evaluation")
+    assert [line["rows"] for line in lines] == [
+        [row for batch in own for row in observe.fingerprints(batch)] for own in (batches[::2], batches[1:2])
+    ]
+    assert [line["collectives"] for line in lines] == [1, 1]
+
+
 def test_a_pattern_that_finds_no_number_is_refused():
     with pytest.raises(UserError, match=r"finds '2.3,', which is not a number; let its group match digits only"):
         read_series("loss is 2.3, step 4", r"loss is (\S+)")
