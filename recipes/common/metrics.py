@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recipes.common.errors import UserError
 from recipes.common.task import Task, has_own, in_float
 
 
@@ -23,8 +24,9 @@ def new_totals(task: Task, device: torch.device) -> Tensor:
 def add_batch(totals: Tensor, task: Task, output: Tensor, target: Tensor) -> None:
     """Add a batch to the totals: its output and its target, whose first dimension counts samples."""
     output = in_float(output)
-    evaluated = task.count(target)
-    totals[0] += evaluated
+    evaluated = torch.as_tensor(task.count(target), dtype=totals.dtype)
+    # averages() refuses NaN: to raise here would wait for a GPU in each batch.
+    totals[0] += torch.where(evaluated >= 0, evaluated, math.nan)
     totals[1] += len(target) - evaluated
     for place, value in enumerate((task.loss_sum(output, target), *task.metric_sums(output, target)), 3):
         # A metric's one value may have a shape such as (1, 1); apex's O1 cannot add float32 to float64.
@@ -35,9 +37,12 @@ def averages(totals: Tensor, task: Task, num_samples: int) -> dict[str, float]:
     """Return test_loss and the task's metrics from totals that have to cover each of num_samples once.
 
     They are NaN if no sample counts. If images were skipped, skipped_images is how often this launch has skipped
-    one so far.
+    one so far. Raises UserError if a batch's count was negative or not finite.
     """
     count, left_out, skipped, *sums = totals.tolist()
+    if not math.isfinite(count):
+        what = f"--task {type(task).__name__}: count() of a batch is negative or not finite"
+        raise UserError(f"{what}; return how many of its samples count")
     seen = f"evaluated {count:.0f} samples and skipped {left_out:.0f} of {num_samples}"
     # A count may be a sum of weights, which is not exact; a missing sample is a whole one.
     assert abs(count + left_out - num_samples) < 0.5, f"{seen}: the ranks' shares are not the whole"

@@ -17,6 +17,7 @@ from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models.gpt import GPT, rotate
 from recipes.common.models.layers import layers
 from recipes.common.models.models import build_model
+from recipes.common.models.user_model import check_task
 from recipes.common.optim import build_optimizer, optimizer_state
 from recipes.common.options import STANDARD_LIBRARY
 from recipes.common.restore import load_optimizer_state
@@ -369,3 +370,18 @@ def test_a_task_may_divide_by_a_sum_of_weights():
     for some in target.split(7):
         add_batch(totals, Weighted(), torch.full_like(some, 2.5), some)
     assert averages(totals, Weighted(), 3000)["test_loss"] == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize("count", [-1, math.nan, math.inf])
+def test_a_count_that_is_no_number_of_samples_is_refused(count):
+    class Miscounts(Classification):
+        def count(self, target):
+            return count
+
+    outputs, labels = torch.randn(4, 3, requires_grad=True), torch.arange(4) % 3
+    with pytest.raises(UserError, match=r"count\(\) is (-1|nan|inf); return how many samples count"):
+        check_task(Miscounts(), outputs, labels)
+    totals = new_totals(Miscounts(), torch.device("cpu"))
+    add_batch(totals, Miscounts(), outputs.detach(), labels)
+    with pytest.raises(UserError, match=r"--task Miscounts: count\(\) of a batch is negative or not finite"):
+        averages(totals, Miscounts(), 4)

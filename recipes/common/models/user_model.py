@@ -154,7 +154,9 @@ def check_task(task: Task, output: Tensor, targets: Tensor) -> None:
         fix = "look for values that are not finite in --data, and in what the model returns"
         raise UserError(f"{what}: the loss of two samples is {loss.item()}; {fix}")
     check_sums(what, task, output, targets)
-    call_user_code(f"{what}: count()", lambda: float(task.count(targets)))
+    count = call_user_code(f"{what}: count()", lambda: float(task.count(targets)))
+    if not 0 <= count < math.inf:
+        raise UserError(f"{what}: count() is {count:g}; return how many samples count")
     means = call_user_code(what, lambda: [torch.as_tensor(value).item() / len(targets) for value in (loss, *sums)])
     try:
         add_derived(dict(zip(("loss", *task.metrics), means, strict=True)), task)
