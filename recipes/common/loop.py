@@ -23,7 +23,7 @@ from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models.models import build_model
 from recipes.common.models.rank_dependence import warnings_after_passes, warnings_before_training
 from recipes.common.optim import Clip, autocast, learning_rate, optimizer_step, set_learning_rate
-from recipes.common.options import Options, check_batch
+from recipes.common.options import Options, check_batch, is_user_code
 from recipes.common.process.signals import FAIL, GO, STOP, Stop, vote_interval
 from recipes.common.record.record import Record, open_run
 from recipes.common.seeding import choose_kernels, seed_step
@@ -436,10 +436,18 @@ def broadcast_buffers(module: nn.Module, peers: Peers) -> None:
 
 
 def save_checkpoint(job: Job, technique: Technique, is_best: bool = False) -> None:
-    """Write a checkpoint on rank 0, or a sharded one on all ranks; a failure becomes a vote. Call on all ranks."""
+    """Write a checkpoint on rank 0, or a sharded one on all ranks; a failure becomes a vote. Call on all ranks.
+
+    Raises UserError on all ranks as check_optimizer_state().
+    """
     with job.peers.watch.mark("checkpoint"):
         sync_statistics(job, technique)
         job.wait_for_checkpoint()  # the one before: they are written one at a time
+        if is_user_code(job.args.optimizer):
+            from recipes.common.user_code import check_optimizer_state
+
+            # Its state may have changed since the first step.
+            run_on_all_ranks(lambda: check_optimizer_state(job.args, job.optimizer), job.peers)
         job.save(is_best, technique.gather_state() if technique.gather_state else None)
         if not job.trains_during_save:
             job.wait_for_checkpoint()

@@ -189,12 +189,13 @@ def check_optimizer_state(args: Options, optimizer: torch.optim.Optimizer) -> No
 
 def check_restorable(what: str, name: str, value: Any, fix: str) -> None:
     """Raise UserError if a checkpoint could not give back a value."""
+    if type(value) in (bool, int, float, str) or isinstance(value, Tensor):
+        return
     file = io.BytesIO()
     try:
-        if not isinstance(value, Tensor):
-            torch.save(value, file)
-            file.seek(0)
-            torch.load(file, weights_only=True)
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
     except Exception as error:  # pickle and torch raise a dozen kinds
         fix += " tensors, numbers, texts, or lists and dicts of them"
         raise UserError(f"{what}: no checkpoint gives back {name}, {name_of(value)}; {fix}") from error
