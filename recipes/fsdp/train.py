@@ -37,7 +37,7 @@ from recipes.common.models.models import build_model, make_model
 from recipes.common.models.user_model import check_fit
 from recipes.common.optim import build_optimizer, build_scaler
 from recipes.common.options import Options, check_processes, is_user_code, option, parse, positive_int, switch
-from recipes.common.parallel.buckets import FIX_MISSING, Named, missing_gradients, trained
+from recipes.common.parallel.buckets import FIX_MISSING, Named, check_frozen, frozen, missing_gradients, trained
 from recipes.common.parallel.groups import grid_mesh
 from recipes.common.parallel.sharding import (
     gather_state,
@@ -162,6 +162,16 @@ def copy_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     return tree_map_only(Tensor, lambda x: x.clone() if x.requires_grad and x._base is not None else x, output)
 
 
+def watch_frozen(module: nn.Module, args: FSDPOptions, names: Mapping[nn.Parameter, str]) -> None:
+    """Make a block raise as check_frozen() if it thaws its gathered weights, whose gradients FSDP would drop."""
+    if found := [(name, names[parameter]) for name, parameter in frozen(module)]:
+
+        def check(module: nn.Module, *_: Any) -> None:
+            check_frozen([(path, module.get_parameter(name)) for name, path in found])
+
+        module.register_forward_hook(torch.compiler.disable(check) if args.compile else check)
+
+
 def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
     """Shard the model in place, block by block; return it."""
     if args.cpu_offload and world.device.type == "cpu":
@@ -188,6 +198,7 @@ def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
             module.compile(mode=args.compile_mode)
         check_dtypes(module, args, names)
         module.register_forward_hook(copy_views)
+        watch_frozen(module, args, names)
         # FSDP: a rank keeps 1/N of the rows of each parameter. An all-gather before a block's forward, and another
         # before its backward, each take (N-1)/N of the block's bytes per rank; a reduce-scatter after its backward
         # takes (N-1)/N of its gradients' bytes. The next block's weights arrive while this block computes.
@@ -323,6 +334,7 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
     job = Job(args, "fsdp", data, world, model, optimizer, build_scaler(args, world.device), stop)
 
     same_blocks, check_gradients = SameBlocks(model, args, world), SameGradients(trained(model), job)
+    frozen_parameters = frozen(model)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
         """Accumulate the gradients of one pass; return this rank's part of the loss."""
@@ -336,6 +348,7 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
             # FSDP: gradients are averaged over the ranks; this factor makes the result the global batch's mean.
             (loss * world.world_size).backward()
         if is_last:
+            check_frozen(frozen_parameters)
             check_gradients()
         return loss.detach()
 

@@ -24,7 +24,7 @@ from recipes.common.job import Job
 from recipes.common.loop import Check, Technique, begin_run, load_data_and_model, train_epochs, update
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, choice, is_user_code, parse
-from recipes.common.parallel.buckets import find_unused
+from recipes.common.parallel.buckets import check_frozen, find_unused, frozen
 from recipes.common.process.entry import run_main
 from recipes.common.process.ranks import Ranks
 from recipes.common.process.signals import Stop
@@ -172,6 +172,7 @@ def train(args: HorovodOptions, world: World, stop: Stop) -> None:
     data, model = load_data_and_model(args, "horovod", world, stop)
     with world.watch("model", computes=True):
         optimizer = wrap(model, args, world)
+    frozen_parameters = frozen(model)
     job = Job(args, "horovod", data, world, model, optimizer, build_scaler(args, world.device), stop)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
@@ -181,6 +182,7 @@ def train(args: HorovodOptions, world: World, stop: Stop) -> None:
         # Horovod: gradients are averaged over the ranks; this factor makes the result the global batch's mean.
         job.scaler.scale(loss * world.world_size).backward()
         if is_last:
+            check_frozen(frozen_parameters)
             unused = find_unused(model, args, world)
             # Horovod: waits until the gradients have arrived; clipping needs them before the step.
             with world.watch("gradients"):

@@ -31,6 +31,7 @@ from recipes.common.models.blocks import blocks
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, check_processes, option, parse, positive_int, switch
 from recipes.common.parallel import sharding
+from recipes.common.parallel.buckets import check_frozen, frozen
 from recipes.common.parallel.groups import grid_mesh
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
@@ -190,6 +191,7 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
     # Tensor: with --fully-shard, FSDP sums the gradients.
     everyone = cast(dist.ProcessGroup, dist.group.WORLD)
     gradients = None if args.fully_shard else GradientSum(model, dp.get_group(), everyone)
+    frozen_parameters = frozen(model)
     optimizer = build_optimizer(args, model, world)
     scaler = build_scaler(args, world.device)
     job = Job(args, "tensor", data, world, model, optimizer, scaler, stop, replicas=replicas)
@@ -212,6 +214,8 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
             else:
                 # Tensor: FSDP averages the replicas' gradients; this factor makes the result their sum.
                 (loss * dp.size()).backward()
+        if is_last:
+            check_frozen(frozen_parameters)
         # Tensor: all ranks of a replica have its whole loss; each gives 1/N of it to the sum that is logged.
         return sharding.gather_whole(loss.detach()) / tp.size()
 

@@ -146,6 +146,22 @@ class Scaled(torch.optim.SGD):
         super().__init__(params, lr)
         self.scale = scale
 
+class LateRows(Lars):
+    "From its third step on, it keeps what no checkpoint gives back to shards."
+    def step(self, closure=None):
+        super().step(closure)
+        self.steps = getattr(self, "steps", 0) + 1
+        for parameter in self.param_groups[0]["params"] if self.steps == 3 else ():
+            self.state[parameter]["by_row"] = parameter.new_zeros(len(parameter))
+
+class LateTimed(LateRows):
+    def step(self, closure=None):
+        super().step(closure)
+        if self.steps == 3:
+            self.param_groups[0]["clock"] = time.time
+
+late_rows = lambda named_parameters, lr, weight_decay: LateRows([p for _, p in named_parameters], lr)
+late_timed = lambda named_parameters, lr, weight_decay: LateTimed([p for _, p in named_parameters], lr)
 scaled = lambda named_parameters, lr, weight_decay: Scaled([p for _, p in named_parameters], lr, scale=20.0)
 timed = lambda named_parameters, lr, weight_decay: Timed([p for _, p in named_parameters], lr)
 fails_on_rank_1 = lambda *args: {"0": slowing}[os.environ["RANK"]](*args)
@@ -169,6 +185,18 @@ class Branches(nn.Module):
             return self.head(self.seldom(x) + self.other(x))
         parts = [self.seldom(x[:first])] * (first > 0) + [self.other(x[first:])] * (first < size)
         return self.head(torch.cat(parts))
+
+class Thaws(nn.Linear):
+    "Its layer is frozen up to the third step."
+    def __init__(self):
+        super().__init__(8, 8)
+        self.requires_grad_(False)
+        self.step = 0
+    def forward(self, x):
+        self.step += self.training
+        if self.step == 3:
+            self.requires_grad_(True)
+        return super().forward(x)
 
 class Turns(nn.Module):
     "In each step another layer is used, by the first half of a batch alone (rank 0 of two)."
@@ -371,6 +399,7 @@ stateless = lambda data: nn.Sequential(
     nn.Linear(2, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 3))
 no_zeros = lambda data: NoZeros(nn.Linear(2, 8), nn.Linear(8, 3))
 no_zeros_alone = lambda data: nn.Sequential(Checked(2, 8), Spread(4), nn.Linear(8, 3))
+thaws = lambda data: nn.Sequential(nn.Linear(2, 8), Thaws(), nn.Linear(8, 3))
 unrepeatable = lambda data: nn.Sequential(nn.Linear(2, 8), Unrepeatable(), nn.Linear(8, 3))
 """
 
@@ -482,6 +511,23 @@ ALONE = r"rank 1: --optimizer mine:fails_on_rank_1 failed: KeyError: '1' \(.*\);
 def test_an_optimizer_that_does_not_work_ends_all_ranks_with_one_line(start, recipe, optimizer, words):
     line = start(recipe, 2, *SPIRALS, "--optimizer", f"mine:{optimizer}").wait().refusal
     assert re.fullmatch(f"error: {words}", line)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "optimizer", "words"),
+    [
+        ("ddp", "late_timed", "no checkpoint gives back clock of a group, .*; let it keep tensors.*"),
+        ("fsdp", "late_rows", "by_row of a parameter's state is not sharded as the parameter is, so that no .*"),
+    ],
+)
+def test_an_optimizer_whose_state_changes_later_ends_before_a_checkpoint(
+    start, tmp_path, recipe, optimizer, words
+):
+    """The checkpoint before that stays."""
+    argv = (*SPIRALS, "--optimizer", f"mine:{optimizer}", "--checkpoint-every", "2", "--max-steps", "6")
+    line = start(recipe, 2, *argv).wait().refusal
+    assert re.fullmatch(f"error: --optimizer mine:{optimizer}: {words}", line)
+    assert newest_checkpoint(tmp_path / "run")["position"]["step"] == 2
 
 
 @pytest.mark.parametrize(
@@ -711,6 +757,34 @@ def test_parameters_without_a_gradient_on_a_rank_leave_the_curve_as_it_is(run, r
     path, single = run(recipe, 2, *argv), run("single", 1, *argv)
     assert losses(path) == pytest.approx(losses(single), rel=1e-5)
     assert largest_difference(weights(path), weights(single)) < 1e-5
+
+
+THAWS = (*BRANCHES, "--model", "mine:thaws", "--max-steps", "5")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "argv"),
+    [
+        ("ddp", ()),
+        ("fsdp", ()),
+        *slow(("tensor", ("--tensor-parallel", "1")), ("context", ("--context-parallel", "1"))),
+        *slow(("pipeline", ("--stages", "1", "--num-microbatches", "1")), ("apex", ("--opt-level", "O0"))),
+        *slow(("horovod", ())),
+    ],
+)
+def test_a_parameter_that_training_thaws_is_refused_where_ranks_do_not_exchange_it(start, tmp_path, recipe, argv):
+    """Its gradient would be each rank's own."""
+    outcome = start(recipe, 2, *THAWS, *argv).wait(60)
+    assert set(outcome.statuses) == {2}, outcome.text
+    fix = "set it in --model, or use RECIPE=scratch"
+    name = "sequence.1.weight" if recipe == "pipeline" else "1.weight"  # of a stage
+    said = f"error: training has set requires_grad of {name}, whose gradient the ranks do not exchange; {fix}"
+    assert set(outcome.errors) == {said}, outcome.text
+    assert len(losses(tmp_path / "run")) == 2, outcome.text
+
+
+def test_a_parameter_that_training_thaws_keeps_the_curve_in_scratch(run):
+    assert losses(run("scratch", 2, *THAWS)) == pytest.approx(losses(run("single", 1, *THAWS)), rel=1e-5)
 
 
 SOME = r"the parameter other\.bias got a gradient on some ranks or in some steps only, and FSDP"

@@ -50,7 +50,7 @@ def wrap_in_ddp(
     Raises UserError if the backend cannot send a parameter or buffer.
     """
     try:
-        return DistributedDataParallel(
+        ddp = DistributedDataParallel(
             module,
             device_ids=[device.index] if device and device.type == "cuda" else None,
             **NO_BUFFER_SYNC,  # evaluate() in loop.py syncs buffers, once an epoch instead of once a step
@@ -63,6 +63,8 @@ def wrap_in_ddp(
             raise
         what = f"--model {args.model}: DDP cannot send its int16 or float8 tensors over {backend}"
         raise UserError(f"{what}; use another dtype, or RECIPE=fsdp") from None
+    vars(ddp)["frozen"] = frozen(module)
+    return ddp
 
 
 def settle_buckets(
@@ -88,6 +90,19 @@ def trained(module: nn.Module) -> Named:
     """Return the parameters that training changes."""
     named = ((name.removeprefix("module."), parameter) for name, parameter in module.named_parameters())
     return [(name, parameter) for name, parameter in named if parameter.requires_grad]
+
+
+def frozen(module: nn.Module) -> Named:
+    """Return the parameters that training does not change; check_frozen() takes them after each step."""
+    return [(name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad]
+
+
+def check_frozen(parameters: Named) -> None:
+    """Raise UserError if training has made a frozen parameter train, whose gradients ranks do not exchange."""
+    for name, parameter in parameters:
+        if parameter.requires_grad or parameter.grad is not None:
+            what = f"training has set requires_grad of {name}, whose gradient the ranks do not exchange"
+            raise UserError(f"{what}; set it in --model, or use RECIPE=scratch", on_one_rank=True)
 
 
 def missing_gradients(parameters: Named) -> list[str]:
@@ -116,6 +131,7 @@ def check_complete(ddp: DistributedDataParallel) -> None:
     """Raise UserError if one of DDP's parameters got no gradient in a step's last pass, perhaps on this rank only.
 
     DDP then exchanges only a part of the gradients, and the next forward pass fails; other ranks may wait already.
+    Raises UserError as check_frozen(), too.
     """
     try:
         ddp._check_reducer_finalized()
@@ -126,6 +142,7 @@ def check_complete(ddp: DistributedDataParallel) -> None:
     # DDP notices nothing if no parameter at all got a gradient; otherwise, all have one here.
     if all(parameter.grad is None for parameter in ddp.parameters()):
         raise incomplete(trained(ddp)[0][0])
+    check_frozen(vars(ddp)["frozen"])
 
 
 def incomplete(name: str) -> UserError:
