@@ -217,8 +217,10 @@ class TestRequeue:
         self.check_end(job, undisturbed)
         assert "stopped by SIGUSR1: wrote" in job.text
         assert "resumed from" in job.text
-        logs = [path.read_text() for path in (job.run / "slurm").glob("*.txt")]
-        assert not re.search("Traceback|[Ww]arning", "".join(logs)), logs
+        logs = "".join(path.read_text() for path in (job.run / "slurm").glob("*.txt"))
+        faults = re.findall(r"^.*(?:Traceback|[Ww]arning).*$", logs, re.MULTILINE)
+        # On a busy machine, a rank may be slow.
+        assert [line for line in faults if " is slow: " not in line] == [], logs
 
     def test_the_time_limit_itself_and_only_so_often(self, cluster, tmp_path):
         """The job is a script, which needs no torch."""
