@@ -187,15 +187,15 @@ class Branches(nn.Module):
         return self.head(torch.cat(parts))
 
 class Thaws(nn.Linear):
-    "Its layer is frozen up to the third step."
-    def __init__(self):
+    "Its layer is frozen up to the third step, or from it on."
+    def __init__(self, thaws=True):
         super().__init__(8, 8)
-        self.requires_grad_(False)
-        self.step = 0
+        self.requires_grad_(not thaws)
+        self.step, self.thaws = 0, thaws
     def forward(self, x):
         self.step += self.training
         if self.step == 3:
-            self.requires_grad_(True)
+            self.requires_grad_(self.thaws)
         return super().forward(x)
 
 class Turns(nn.Module):
@@ -400,6 +400,7 @@ stateless = lambda data: nn.Sequential(
 no_zeros = lambda data: NoZeros(nn.Linear(2, 8), nn.Linear(8, 3))
 no_zeros_alone = lambda data: nn.Sequential(Checked(2, 8), Spread(4), nn.Linear(8, 3))
 thaws = lambda data: nn.Sequential(nn.Linear(2, 8), Thaws(), nn.Linear(8, 3))
+freezes = lambda data: nn.Sequential(nn.Linear(2, 8), Thaws(False), nn.Linear(8, 3))
 unrepeatable = lambda data: nn.Sequential(nn.Linear(2, 8), Unrepeatable(), nn.Linear(8, 3))
 """
 
@@ -781,6 +782,12 @@ def test_a_parameter_that_training_thaws_is_refused_where_ranks_do_not_exchange_
     said = f"error: training has set requires_grad of {name}, whose gradient the ranks do not exchange; {fix}"
     assert set(outcome.errors) == {said}, outcome.text
     assert len(losses(tmp_path / "run")) == 2, outcome.text
+
+
+def test_a_parameter_that_training_freezes_is_named_in_ddp(start):
+    """DDP numbers the parameters that it was given."""
+    line = start("ddp", 2, *BRANCHES, "--model", "mine:freezes", "--max-steps", "5").wait().errors[0]
+    assert re.match(r"error: the parameter 1\.(weight|bias) got no gradient, and DDP needs all", line)
 
 
 def test_a_parameter_that_training_thaws_keeps_the_curve_in_scratch(run):

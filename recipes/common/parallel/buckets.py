@@ -63,7 +63,7 @@ def wrap_in_ddp(
             raise
         what = f"--model {args.model}: DDP cannot send its int16 or float8 tensors over {backend}"
         raise UserError(f"{what}; use another dtype, or RECIPE=fsdp") from None
-    vars(ddp)["frozen"] = frozen(module)
+    vars(ddp)["trained"], vars(ddp)["frozen"] = trained(module), frozen(module)  # as DDP itself takes them
     return ddp
 
 
@@ -133,15 +133,16 @@ def check_complete(ddp: DistributedDataParallel) -> None:
     DDP then exchanges only a part of the gradients, and the next forward pass fails; other ranks may wait already.
     Raises UserError as check_frozen(), too.
     """
+    names = [name for name, _ in vars(ddp)["trained"]]
     try:
         ddp._check_reducer_finalized()
     except RuntimeError as error:
         found = re.search(r"did not receive grad for rank \d+: ([^\s,]+)", str(error))
         name = found[1] if found else "unknown"  # a name or, unless TORCH_DISTRIBUTED_DEBUG is set, a number
-        raise incomplete(trained(ddp)[int(name)][0] if name.isdigit() else name) from None
+        raise incomplete(names[int(name)] if name.isdigit() else name) from None
     # DDP notices nothing if no parameter at all got a gradient; otherwise, all have one here.
     if all(parameter.grad is None for parameter in ddp.parameters()):
-        raise incomplete(trained(ddp)[0][0])
+        raise incomplete(names[0])
     check_frozen(vars(ddp)["frozen"])
 
 
