@@ -221,7 +221,11 @@ class Observer:
         return str(precision).removeprefix("torch.")
 
     def round_differently(self, gradients: list[Tensor | None]) -> None:
-        """Change gradients by about one rounding error at the scale of their tensor."""
+        """Change gradients by about one rounding error at the scale of their tensor; by more under autocast.
+
+        Autocast rounds far more than the gradient's own dtype, which turns signs in Adam's first updates. The
+        effect grows with the square root of the change: 1e-4 sqrt(eps), 1/300 of the floor in checks.py, shows it.
+        """
         generator = torch.Generator().manual_seed(self.steps)
         for gradient in gradients:
             if gradient is not None:
@@ -229,7 +233,8 @@ class Observer:
                 own = own._values() if own.is_sparse else own
                 noise = torch.randn(own.shape, generator=generator).to(own)
                 scale = own.abs() + own.norm() / max(1, own.numel()) ** 0.5
-                own.add_(noise * scale * torch.finfo(own.dtype).eps)
+                low = torch.finfo(self.autocast or own.dtype).eps
+                own.add_(noise * scale * max(torch.finfo(own.dtype).eps, 1e-4 * low**0.5))
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Write the step's event once the outer optimizer has finished."""

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from recipes.common.errors import UserError
-from scripts.same import observe, script_job
+from scripts.same import checks, observe, script_job
 from scripts.same.__main__ import Session, main, parse_args
 from scripts.same.causes import CAUSES, Finding
 from scripts.same.checks import Rounding, check_resumed, compare_runs, largest_gradient_difference
@@ -93,6 +93,22 @@ def test_the_gradient_of_a_rank_s_own_part_of_a_tensor_is_recorded(tmp_path):
 def test_the_control_run_changes_gradients_by_a_rounding_error(tmp_path, gradient):
     observe.Observer(tmp_path, 0).round_differently([gradient, None])
     assert 0 < (gradient.to_dense() - torch.eye(3)).abs().max() < 10 * 2**-23
+
+
+def test_the_control_run_of_mixed_precision_shows_what_adam_makes_of_rounding(tmp_path):
+    """Its first update is the sign of the gradient, so that rounding turns that of elements near 0."""
+    gradient = torch.randn(2_000_000, generator=torch.Generator().manual_seed(2))
+    rounded = gradient + 1e-3 * torch.randn(2_000_000, generator=torch.Generator().manual_seed(1))  # bfloat16's
+    control = gradient.clone()
+    observer = observe.Observer(tmp_path, 0)
+    observer.autocast = torch.bfloat16
+    observer.round_differently([control])
+
+    def moved(other):
+        return checks.difference(other.sign().numpy(), gradient.sign().numpy())
+
+    assert moved(rounded) > 10 * checks.FLOOR_SHARE * checks.EPS["bfloat16"] ** 0.5  # as no floor explains
+    assert moved(rounded) < checks.SAFETY * moved(control)
 
 
 def test_batches_without_values_are_left_out(tmp_path):
