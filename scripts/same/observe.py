@@ -233,8 +233,10 @@ class Observer:
                 own = own._values() if own.is_sparse else own
                 noise = torch.randn(own.shape, generator=generator).to(own)
                 scale = own.abs() + own.norm() / max(1, own.numel()) ** 0.5
-                low = torch.finfo(self.autocast or own.dtype).eps
-                own.add_(noise * scale * max(torch.finfo(own.dtype).eps, 1e-4 * low**0.5))
+                share = torch.finfo(own.dtype).eps
+                if self.autocast:
+                    share = max(share, 1e-4 * torch.finfo(self.autocast).eps ** 0.5)
+                own.add_(noise * scale * share)
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Write the step's event once the outer optimizer has finished."""
