@@ -50,7 +50,7 @@ class Run:
 
     def batches(self, rank: int) -> dict[int, list[list[int]]]:
         """Return the training batches that a rank has drawn from its loaders, by loader iteration."""
-        trained = {records[0]["iteration"] for records in self.steps}
+        trained = {records[rank]["iteration"] for records in self.steps}
         found: dict[int, list[list[int]]] = {}
         for event in self.of("batch")[rank]:
             if event["iteration"] in trained:
@@ -58,12 +58,12 @@ class Run:
         return found
 
     def joint_batches(self) -> dict[int, list[list[int]]]:
-        """Return the training batches, joined over all ranks, by loader iteration."""
+        """Return the training batches, joined over all ranks, by loader iteration of rank 0."""
         ranks = [self.batches(rank) for rank in range(len(self.events))]
         joint = {}
-        for iteration in ranks[0]:
-            parts = zip(*(own.get(iteration, []) for own in ranks), strict=False)
-            joint[iteration] = [[*chain(*batch)] for batch in parts]
+        # Ranks count differently if one of them alone evaluates.
+        for iteration, *parts in zip(ranks[0], *(own.values() for own in ranks), strict=False):
+            joint[iteration] = [[*chain(*batch)] for batch in zip(*parts, strict=False)]
         return joint
 
     def failure(self) -> Finding | None:

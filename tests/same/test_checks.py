@@ -667,6 +667,19 @@ def test_fewer_steps_are_named():
     assert ("other-steps", "3 optimizer steps, 4 at 1 process") in causes(run)
 
 
+def test_batches_are_joined_by_epoch_if_rank_0_alone_evaluates():
+    """As in PyG's examples: the loader that rank 0 alone goes through counts, too."""
+    events = [
+        [
+            {"event": "batch", "iteration": iteration, "indices": [10 * rank + iteration], "size": 8}
+            for iteration in iterations
+        ]
+        + [{"event": "step", "iteration": iteration} for iteration in iterations[::stride]]
+        for rank, (iterations, stride) in enumerate((((0, 1, 2), 2), ((0, 1), 1)))
+    ]
+    assert Run(2, [0, 0], events).joint_batches() == {0: [[0, 10]], 2: [[2, 11]]}
+
+
 def with_batches(run, *ranks):
     """Return a run in which these indices, by rank, batch and sample, were drawn in one epoch of 12 samples."""
     for records, lines, batches in zip(zip(*run.steps, strict=True), run.events, ranks, strict=True):
