@@ -297,7 +297,8 @@ def test_a_large_model_may_take_longer_to_gather_than_the_limit_of_a_wait(args, 
     with contextlib.closing(Recorder(0, 1, args, Store())) as watch:
         peers = SimpleNamespace(rank=0, watch=watch)
         optimizer = torch.optim.SGD(model.parameters())
-        state = sharding.gather_state(SimpleNamespace(model=model, optimizer=optimizer, peers=peers))
+        job = SimpleNamespace(args=SimpleNamespace(optimizer="sgd"), model=model, optimizer=optimizer, peers=peers)
+        state = sharding.gather_state(job)
         assert (watch.ends, gathered.call_count, watch._at.name) == ([], 8, "checkpoint")
     assert is_equal(state["model"], model.state_dict())
 
