@@ -175,6 +175,7 @@ def foreign_files(trace):
     }
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("kind", list(foreign_files("unused")))
 def test_a_foreign_file_is_passed_over_and_never_executed(folder, tmp_path, capsys, kind):
     trace = tmp_path / "executed"
@@ -595,6 +596,7 @@ def test_the_stall_of_checkpoints_is_in_the_result(tmp_path, is_async):
     assert newest_checkpoint(run)["position"]["step"] == 44
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_what_shares_memory_is_copied_once_and_nothing_else_is_taken_for_it():
     weight = torch.arange(6.0).view(2, 3)
     wave = torch.tensor([1 + 2j, 3 - 4j])
