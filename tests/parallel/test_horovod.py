@@ -31,7 +31,8 @@ def test_a_signal_ends_it_with_a_checkpoint(tmp_path):
     command.wait_for_step(tmp_path / "horovod", 5)
     command.process.send_signal(signal.SIGUSR1)
     result = command.wait(check=True)
-    assert "stopped by SIGUSR1" in result.stdout
+    # On a busy machine, rank 1's vote may reach rank 0 before rank 0's own signal.
+    assert re.search("^stopped by (SIGUSR1|a signal to another rank): wrote ", result.stdout, re.MULTILINE)
 
 
 def test_kill_of_a_rank_ends_all(tmp_path):
