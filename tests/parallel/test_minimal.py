@@ -31,7 +31,7 @@ MOST_CHANGED = {"apex": 40, "fsdp": 45, "tensor": 60, "pipeline": 52, "scratch":
 OWN_LIBRARIES = {"horovod": {"horovod"}, "apex": {"apex"}}
 ALLOWED = {*sys.stdlib_module_names, "torch", "torchvision", "sklearn", "numpy"}
 
-EPOCHS, STEPS_PER_EPOCH = 3, 1437 // 64
+EPOCHS, STEPS_PER_EPOCH = 5, 1437 // 64
 RUNS = [*((page, 1) for page in ON_DIGITS), ("tensor", 3), ("pipeline", 3)]
 """Pages and numbers of processes, which share a replica; the tests of resuming use 2 and 3 (or 4) processes."""
 
@@ -97,7 +97,7 @@ def reference(tmp_path_factory):
 
 def assert_same_run(found, reference):
     assert found.losses == pytest.approx(reference.losses, rel=1e-5)
-    assert list(found.evaluations) == list(reference.evaluations) == [1, 2, 3]
+    assert list(found.evaluations) == list(reference.evaluations) == [1, 2, 3, 4, 5]
     for epoch, (loss, accuracy) in reference.evaluations.items():
         assert found.evaluations[epoch] == (pytest.approx(loss, rel=1e-5), accuracy)
 
@@ -107,7 +107,7 @@ def assert_same_run(found, reference):
 def test_every_step_and_evaluation_equals_single(reference, tmp_path, page, world_size):
     argv, started = options_of(page, world_size, stages=world_size)
     found = run(page, tmp_path, started, ["--epochs", str(EPOCHS), *argv])
-    assert len(found.losses) == 66
+    assert len(found.losses) == 110
     assert_same_run(found, reference)
     assert found.result == (page, world_size, reference.result[2])
 
@@ -124,7 +124,7 @@ def test_it_goes_on_at_another_world_size_as_single_does(reference, tmp_path, pa
         assert not (tmp_path / "checkpoint.pt.tmp").exists()
         assert not found.keys() & part.losses.keys()
         found, evaluated = found | part.losses, evaluated | part.evaluations
-    assert len(found) == EPOCHS * STEPS_PER_EPOCH == 66
+    assert len(found) == EPOCHS * STEPS_PER_EPOCH == 110
     assert_same_run(Run(found, evaluated, part.result), reference)
 
 
