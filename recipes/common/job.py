@@ -88,6 +88,8 @@ class Job:
         """Whether the first step has yet to show what the user's optimizer keeps for checkpoints."""
         self.is_unseen_model = is_user_code(self.args.model)
         """Whether the first step has yet to show if the model fits checkpoints, and losses depend on the ranks."""
+        self.draws_as = self.peers.rank
+        """The rank whose random numbers this rank draws in a step: see seed_step()."""
         self.has_warned = False
         """Whether a step without a target that counts has been warned of."""
         self.code, self.state_shapes = dict[str, str](), dict[str, tuple[int, ...]]()

@@ -32,21 +32,22 @@ from recipes.common.errors import UserError
 from recipes.common.models.gpt import GPT, Attention
 from recipes.common.models.models import BUILT_IN_MODELS, GPT_NAMES, GPTS, LeNet
 from recipes.common.models.vit import VisionTransformer
+from recipes.common.options import is_user_code
 from recipes.common.parallel.sharding import map_states
 from recipes.common.world.tree import Slot
 
 PLANS: dict[type[nn.Module], dict[str, str]] = {
-    LeNet: {"classifier.0": "column", "classifier.2": "row"},
+    LeNet: {"classifier.0": "colwise", "classifier.2": "rowwise"},
     VisionTransformer: {
-        "blocks.*.self_attn.out_proj": "row",
-        "blocks.*.linear1": "column",
-        "blocks.*.linear2": "row",
+        "blocks.*.self_attn.out_proj": "rowwise",
+        "blocks.*.linear1": "colwise",
+        "blocks.*.linear2": "rowwise",
     },
     GPT: {
-        "blocks.*.attention.qkv": "column",
-        "blocks.*.attention.project": "row",
-        "blocks.*.mlp.0": "column",
-        "blocks.*.mlp.2": "row",
+        "blocks.*.attention.qkv": "colwise",
+        "blocks.*.attention.project": "rowwise",
+        "blocks.*.mlp.0": "colwise",
+        "blocks.*.mlp.2": "rowwise",
     },
 }
 
@@ -68,7 +69,7 @@ def parallelize(
     """Split the model in place; return its packed parameters (queries, keys and values in one).
 
     Args:
-        model: an instance of one of the classes in PLANS.
+        model: an instance of one of the classes in PLANS, or one that has a plan as its tensor_plan.
         name: the model's name in --model.
         mesh: the ranks of a replica.
         sequence: between the split layers, a rank has some of the tokens of a DTensor (B, T, width).
@@ -77,12 +78,10 @@ def parallelize(
     ranks = mesh.size()
     if ranks == 1:
         return {}
-    if type(model) not in PLANS:
-        known = ", ".join([*BUILT_IN_MODELS, *GPTS])
-        raise UserError(f"--model {name}: it has no plan of what to split; use {known}, or --tensor-parallel 1")
-    layers = dict(PLANS[type(model)])
+    plan, is_built_in = find_plan(model, name), type(model) in PLANS
+    layers = dict(plan)
     if sequence:
-        if not hasattr(model, "blocks"):
+        if not is_built_in or not hasattr(model, "blocks"):
             fix = f"drop it, or use vit-tiny, {GPT_NAMES}"
             raise UserError(f"--sequence-parallel: --model {name} has no sequence of tokens; {fix}")
         layers.update(SEQUENCE)
@@ -95,20 +94,31 @@ def parallelize(
     is_trained = {path: parameter.requires_grad for path, parameter in model.named_parameters()}
     torch.backends.mha.set_fastpath_enabled(False)  # in evaluation, the fused layer would read whole weights
     for path, module in model.named_modules():
-        if isinstance(module, Attention | nn.MultiheadAttention):
+        if is_built_in and isinstance(module, Attention | nn.MultiheadAttention):
             packed.update(split_heads(module, path, name, mesh))
-    for path, style in PLANS[type(model)].items():
+    for path, style in plan.items():
         check_layers(model, path, style, name, ranks)
     styles = make_styles(sequence)
-    plan = {path: styles[style] for path, style in layers.items()}
     # Tensor: every rank has drawn the same weights and cuts out its shards: nothing crosses the wire.
-    parallelize_module(model, mesh, plan, src_data_rank=None)
+    parallelize_module(model, mesh, {path: styles[style] for path, style in layers.items()}, src_data_rank=None)
     if vocabulary and isinstance(model, GPT):
         model.head.weight = model.embedding.weight  # tie the matrices again
         model.head.register_forward_hook(whole_logits)
     for path, parameter in model.named_parameters():  # SequenceParallel makes new ones, which are all trained
         parameter.requires_grad_(is_trained[path])
     return packed
+
+
+def find_plan(model: nn.Module, name: str) -> dict[str, str]:
+    """Return the style of each layer that is split, by its path; raises UserError if the model has no plan."""
+    if type(model) in PLANS:
+        return PLANS[type(model)]
+    if is_user_code(name):
+        from recipes.tensor.user_plan import read_plan
+
+        return read_plan(model, name)
+    known = ", ".join([*BUILT_IN_MODELS, *GPTS])
+    raise UserError(f"--model {name}: it has no plan of what to split; use {known}, or --tensor-parallel 1")
 
 
 def make_styles(sequence: bool) -> dict[str, ParallelStyle]:
@@ -122,12 +132,15 @@ def make_styles(sequence: bool) -> dict[str, ParallelStyle]:
     return {
         # Tensor: a column-wise layer sends nothing forward, and all-reduces its inputs' gradient: 2 (N-1)/N S.
         # With a sequence, it all-gathers its inputs, and reduce-scatters their gradient: (N-1)/N S each.
-        "column": ColwiseParallel(input_layouts=between),
+        "colwise": ColwiseParallel(input_layouts=between),
         # Tensor: a row-wise layer all-reduces its output, 2 (N-1)/N S, and sends nothing back. With a sequence, it
         # reduce-scatters its output, and all-gathers the gradient: (N-1)/N S each.
-        "row": RowwiseParallel(output_layouts=between, use_local_output=not sequence),
+        "rowwise": RowwiseParallel(output_layouts=between, use_local_output=not sequence),
         # Tensor: a norm sends nothing. Its weights' gradient is of the rank's own tokens: train.py sums it.
         "tokens": SequenceParallel(),
+        # Tensor: what a module computes from a rank's units, such as the norm of each head, sends nothing. Its
+        # weights' gradient is of the rank's own units: train.py sums it. 0: any dimension that it does not mix.
+        "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=0, use_local_output=True),
         # Tensor: each rank embeds all tokens and keeps some; all-gathers their gradient: (N-1)/N S.
         "cut": PrepareModuleOutput(output_layouts=whole, desired_output_layouts=tokens, use_local_output=False),
         # Tensor: all-gathers the tokens, (N-1)/N S; in backward, each rank takes its part of their gradient.
@@ -159,7 +172,7 @@ def check_layers(model: nn.Module, pattern: str, style: str, name: str, ranks: i
     """Raise UserError if the number of ranks does not divide a layer that is to be split."""
     for path, module in model.named_modules():
         if fnmatch(path, pattern) and isinstance(module, nn.Linear):
-            size = module.out_features if style == "column" else module.in_features
+            size = module.out_features if style == "colwise" else module.in_features
             if size % ranks:
                 what = f"does not divide the {size} units of {name}'s {path}"
                 raise UserError(f"--tensor-parallel {ranks} {what}; use a divisor of {size}")

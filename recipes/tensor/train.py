@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
+from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Check, Content, Technique, begin_run, load_data_and_model, train_epochs
@@ -79,10 +80,17 @@ class TensorOptions(Options):
 options = partial(parse, TensorOptions, "tensor", __doc__)
 
 
-def wrap(model: nn.Module, args: TensorOptions, world: World, mesh: DeviceMesh) -> Packed:
+def wrap(model: nn.Module, data: Data, args: TensorOptions, world: World, mesh: DeviceMesh) -> Packed:
     """Split the model over the ranks of a replica; return its packed parameters, as parallelize() does."""
     split = args.sequence_parallel, args.loss_parallel
+    whole = None
+    if args.tensor_parallel > 1 and hasattr(model, "tensor_plan"):
+        from recipes.tensor import user_plan
+
+        whole = run_on_all_ranks(lambda: user_plan.one_pass(model, data, args, world.device), world)
     packed = run_on_all_ranks(lambda: parallelize(model, args.model, mesh["tp"], *split), world)
+    if whole:
+        run_on_all_ranks(lambda: user_plan.check_split(whole, model, data, args, world.device), world)
     if args.fully_shard:
         shard_over_replicas(model, args, mesh["dp"])
     elif args.compile:
@@ -126,7 +134,7 @@ class GradientSum:
         gradient, group = cast(Tensor, parameter.grad), self.replicas
         if isinstance(gradient, DTensor):
             own = gradient.to_local()
-            if gradient.placements == (Partial(),):  # a norm's, of this rank's tokens only: sum over all ranks
+            if gradient.placements == (Partial(),):  # of this rank's tokens or heads only: sum over all ranks
                 group = self.everyone
                 parameter.grad = DTensor.from_local(own, gradient.device_mesh, [Replicate()], run_check=False)
             gradient = own
@@ -187,7 +195,7 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
     mesh = grid_mesh(args, world, args.tensor_parallel, ("dp", "tp"))
     tp, dp = mesh["tp"], mesh["dp"]
     with world.watch("model", computes=True):
-        packed = wrap(model, args, world, mesh)
+        packed = wrap(model, data, args, world, mesh)
     # Tensor: with --fully-shard, FSDP sums the gradients.
     everyone = cast(dist.ProcessGroup, dist.group.WORLD)
     gradients = None if args.fully_shard else GradientSum(model, dp.get_group(), everyone)
@@ -195,6 +203,8 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
     optimizer = build_optimizer(args, model, world)
     scaler = build_scaler(args, world.device)
     job = Job(args, "tensor", data, world, model, optimizer, scaler, stop, replicas=replicas)
+    # Tensor: ranks of a replica draw the same numbers, as dropout does, for what each of them computes whole.
+    job.draws_as = dp.get_local_rank()
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
         """Accumulate the gradients of one pass; return this rank's part of the loss."""

@@ -21,6 +21,7 @@ from recipes.common.models.models import build_model
 from recipes.common.models.vit import VisionTransformer
 from recipes.tensor.plans import NEEDS_EVEN, check_tokens, packed_boxes, swap
 from recipes.tensor.train import GradientSum, options
+from recipes.tensor.user_plan import read_plan
 from scripts.plan.__main__ import make_plan
 from tests import observe
 from tests.conftest import refused, slow
@@ -96,6 +97,171 @@ def test_frozen_parameters_stay_as_they_are(tmp_path, world_size, switches):
     argv = (*argv, "--lr", "0.001", "--model", "tests.parallel.test_tensor:half_frozen")
     run, whole = train("tensor", tmp_path, world_size, *switches, *argv), train("single", tmp_path, 1, *argv)
     assert_same_training(run, whole)
+
+
+class Grouped(nn.Module):
+    """A layer as in Llama, and dropout: two query heads for each key and value head, and a gated MLP."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2, self.drop = nn.LayerNorm(32), nn.LayerNorm(32), nn.Dropout(0.0)
+        self.q, self.k, self.v, self.o = (nn.Linear(a, b, bias=False) for a, b in HEADS)
+        self.gate, self.up, self.down = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, x):
+        q, k, v = (f(self.norm1(x)).unflatten(-1, (-1, 8)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.drop(self.o(mixed.transpose(1, 2).flatten(2)))
+        y = self.norm2(x)
+        return x + self.drop(self.down(nn.functional.silu(self.gate(y)) * self.up(y)))
+
+
+HEADS = ((32, 32), (32, 16), (32, 16), (32, 32))
+PLAN = dict.fromkeys((f"layers.*.{key}" for key in ("q", "k", "v", "gate", "up")), "colwise")
+PLAN |= {"layers.*.o": "rowwise", "layers.*.down": "rowwise"}
+
+
+class Llama(nn.Module):
+    """A user's own model with a plan."""
+
+    def __init__(self, data):
+        super().__init__()
+        self.tensor_plan = PLAN
+        self.tokens, self.layers = nn.Embedding(data.num_classes, 32), nn.ModuleList([Grouped(), Grouped()])
+        self.head = nn.Linear(32, data.num_classes, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+OWN = (*GPT[:4], "--seq-len", "16", *STEPS, "--optimizer", "adamw", "--lr", "0.001", "--global-batch-size", "8")
+NAME = "tests.parallel.test_tensor:"
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size", "switches"),
+    [
+        ("Llama", 4, ()),
+        ("SummedHeads", 2, ()),
+        *slow(("Llama", 2, ("--amp", "bf16")), ("Llama", 6, (FULL,)), ("SummedHeads", 4, (FULL,))),
+    ],
+)
+def test_a_users_model_is_split_by_its_plan(tmp_path, model, world_size, switches):
+    """single resumes from its checkpoint."""
+    argv = (*OWN, "--model", NAME + model)
+    run, whole = train("tensor", tmp_path, world_size, *switches, *argv), train("single", tmp_path, 1, *argv)
+    if "bf16" in switches:
+        assert losses(run) == pytest.approx(losses(whole), rel=2.0**-8)
+        return
+    assert_same_training(run, whole)
+    later = train("single", tmp_path / "later", 1, *argv, "--start-from", str(run / MIDDLE))
+    assert_same_training(later, whole, after=2)
+
+
+def dropping(data):
+    model = Llama(data)
+    for layer in model.layers:
+        layer.drop.p = 0.5
+    return model
+
+
+def test_ranks_of_a_replica_drop_the_same_units(tmp_path):
+    """Otherwise a rank would add its activations to those of others that have dropped other units."""
+    argv = (*OWN, "--model", f"{NAME}dropping")
+    run, whole = train("tensor", tmp_path, 2, *argv), train("single", tmp_path, 1, *argv)
+    assert_same_training(run, whole)
+
+
+class PackedHeads(nn.Module):
+    """torch's attention, whose queries, keys and values are in one parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.tensor_plan = nn.MultiheadAttention(8, 2), {"inner.out_proj": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (None, "it has no plan of what to split; give it a tensor_plan"),
+        (list(PLAN), "tensor_plan is a list; give a dict such as"),
+        ({"layers.*.q": "column"}, "tensor_plan has 'column' for layers.*.q; use colwise, rowwise, rep"),
+        ({"layers.q": "colwise"}, "tensor_plan names layers.q, which is no module of it; correct the name"),
+        (
+            {"layers.*.norm1": "colwise"},
+            "tensor_plan names layers.0.norm1 of a LayerNorm; name layers of nn.Linear",
+        ),
+        ({"head": "colwise"}, "tensor_plan names head, which shares its weight; leave it out"),
+        (
+            {"layers.*.q": "colwise", "layers.1.*": "rowwise"},
+            "tensor_plan names layers.1.q by two patterns; remove",
+        ),
+    ],
+)
+def test_plans_that_name_what_cannot_be_split_are_refused(plan, message):
+    model = Llama(Mock(num_classes=256))
+    model.tensor_plan = plan
+    with refused(f"--model mine:net: {message}"):
+        read_plan(model, "mine:net")
+    with refused("--model mine:net: tensor_plan names inner.out_proj of nn.MultiheadAttention; name layers of"):
+        read_plan(PackedHeads(), "mine:net")
+
+
+class NormedHeads(nn.Module):
+    """A norm of each head: a rank sees the gradient from its own heads alone."""
+
+    def __init__(self, data):
+        super().__init__()
+        self.tensor_plan = {"q": "colwise", "o": "rowwise"}
+        self.tokens, self.head = nn.Embedding(data.num_classes, 32), nn.Linear(32, data.num_classes)
+        self.q, self.norm, self.o = nn.Linear(32, 32), nn.LayerNorm(8), nn.Linear(32, 32)
+
+    def forward(self, ids):
+        return self.head(self.o(self.norm(self.q(self.tokens(ids)).unflatten(-1, (-1, 8))).flatten(2)))
+
+
+class SummedHeads(NormedHeads):
+    """Its gradient is summed over the ranks."""
+
+    def __init__(self, data):
+        super().__init__(data)
+        self.tensor_plan["norm"] = "replicated_with_grad_allreduce"
+
+
+class CountedHeads(NormedHeads):
+    """The number of heads is that of the whole model."""
+
+    def forward(self, ids):
+        return self.head(self.o(self.q(self.tokens(ids)).unflatten(-1, (4, 8)).flatten(2)))
+
+
+class HalfSum(NormedHeads):
+    """A mean over the units of a rank, without a layer that sums over the ranks."""
+
+    def __init__(self, data):
+        super().__init__(data)
+        del self.tensor_plan["o"]
+
+    def forward(self, ids):
+        return self.head(self.o(self.tokens(ids) * self.q(self.tokens(ids)).mean(-1, keepdim=True)))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("NormedHeads", "it has another gradient of norm.weight than whole; give its module the style repl"),
+        ("CountedHeads", "it fails: RuntimeError: unflatten"),
+        ("HalfSum", "it returns other values than whole; let a rowwise layer take what colwise layers return"),
+    ],
+)
+def test_plans_that_compute_something_else_are_refused(tmp_path, model, message):
+    argv = (*OWN, "--device", "cpu", "--model", NAME + model)
+    outcome = start_run("tensor", tmp_path, 2, *argv).wait(60)
+    assert outcome.refusal.startswith(f"error: --model {argv[-1]}: split by its tensor_plan, {message}")
 
 
 @pytest.mark.slow

@@ -95,7 +95,7 @@ def has_drawn(job: Job) -> bool:
         return (*(str(tensor.tolist()) for tensor in tensors), str(random.getstate()), str(np.random.get_state()))
 
     drawn = states()
-    seed_step(job.args.seed, job.position.step, job.peers.rank, job.devices)
+    seed_step(job.args.seed, job.position.step, job.draws_as, job.devices)
     return drawn != states()
 
 
