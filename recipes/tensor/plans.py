@@ -83,12 +83,12 @@ def parallelize(
     if sequence:
         if not is_built_in or not hasattr(model, "blocks"):
             fix = f"drop it, or use vit-tiny, {GPT_NAMES}"
-            raise UserError(f"--sequence-parallel: --model {name} has no sequence of tokens; {fix}")
+            raise UserError(f"--sequence-parallel: --model {name} has no plan for sequences; {fix}")
         layers.update(SEQUENCE)
     if vocabulary:
         if not isinstance(model, GPT):
             fix = f"drop it, or use {GPT_NAMES}"
-            raise UserError(f"--loss-parallel: --model {name} has no vocabulary; {fix}")
+            raise UserError(f"--loss-parallel: --model {name} has no plan for vocabularies; {fix}")
         layers.update(VOCABULARY)
     packed: Packed = {}
     is_trained = {path: parameter.requires_grad for path, parameter in model.named_parameters()}
