@@ -12,13 +12,40 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.nn.functional import scaled_dot_product_attention
 
 from recipes.common.models.gpt import GPT, Attention, rotate
+
+_divided_by: DeviceMesh | None = None
+"""The ranks that divide the sequences of your own model; None: its sequences are whole."""
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return scaled_dot_product_attention(q, k, v, is_causal=True), for your own model: (B, heads, T, size) each.
+
+    In this recipe, a rank has T / N of the positions, and the ranks of a replica exchange keys and values; call it
+    on all of them. Keys and values may have fewer heads than queries.
+    """
+    if _divided_by is None:
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return attend_in_chunks(_divided_by, q, k, v)
+
+
+def positions(length: int, device: torch.device | None = None) -> Tensor:
+    """Return the place in the whole sequence of each position that your own model gets: int64, shape (length,)."""
+    if _divided_by is None:
+        return torch.arange(length, device=device)
+    return own_positions(_divided_by, length, device)
+
+
+def divide_sequences(mesh: DeviceMesh) -> None:
+    """Make causal_attention() and positions() those of a rank's part of each sequence."""
+    global _divided_by
+    _divided_by = mesh
 
 
 def divide_attention(model: GPT, mesh: DeviceMesh) -> None:
@@ -28,7 +55,7 @@ def divide_attention(model: GPT, mesh: DeviceMesh) -> None:
             module.attend = partial(attend, mesh)  # type: ignore[method-assign]
 
 
-def take_whole_sequences(model: GPT, mesh: DeviceMesh) -> None:
+def take_whole_sequences(model: nn.Module, mesh: DeviceMesh) -> None:
     """Make a model whose attention is divided take whole sequences, and return all logits on every rank."""
     model.register_forward_pre_hook(lambda _, inputs: (own_part(inputs[0], mesh, 1),))
     model.register_forward_hook(lambda _, inputs, logits: gather_sequence(logits, mesh, 1))
@@ -51,16 +78,27 @@ def gather_sequence(part: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     return torch.cat(chunks[::2] + chunks[::-2], dim)  # the ranks' first chunks, then backwards their second ones
 
 
+def own_positions(mesh: DeviceMesh, length: int, device: torch.device | None) -> Tensor:
+    """Return the places in the whole sequence of this rank's positions, `length` of them."""
+    return own_part(torch.arange(mesh.size() * length, device=device), mesh, 0)
+
+
 def attend(mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Replace Attention.attend(): (B, heads, T / N, size) each, and so is the result; call on all ranks."""
+    places = own_positions(mesh, q.shape[2], q.device)
+    return attend_in_chunks(mesh, rotate(q, places), rotate(k, places), v)
+
+
+def attend_in_chunks(mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Let this rank's two chunks of queries attend to all keys before them: (B, heads, T / N, size) each."""
     rank, ranks = mesh.get_local_rank(), mesh.size()
-    positions = own_part(torch.arange(ranks * q.shape[2], device=q.device), mesh, 0)
-    k, v = gather_sequence(torch.stack((rotate(k, positions), v)), mesh, 3)
+    k, v = gather_sequence(torch.stack((k, v)), mesh, 3)
+    shared = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     mixed, size = [], q.shape[2] // 2
-    for chunk, queries in zip((rank, 2 * ranks - 1 - rank), rotate(q, positions).chunk(2, 2), strict=True):
+    for chunk, queries in zip((rank, 2 * ranks - 1 - rank), q.chunk(2, 2), strict=True):
         end = size * (chunk + 1)
         bias = causal_bias(size, end)
-        mixed.append(scaled_dot_product_attention(queries, k[:, :, :end], v[:, :, :end], bias))
+        mixed.append(scaled_dot_product_attention(queries, k[:, :, :end], v[:, :, :end], bias, **shared))
     return torch.cat(mixed, 2)
 
 

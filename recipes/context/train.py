@@ -26,7 +26,16 @@ from recipes.common.loop import Technique, begin_run, load_data_and_model, train
 from recipes.common.models.gpt import GPT
 from recipes.common.models.models import GPT_NAMES, GPTS
 from recipes.common.optim import autocast, build_optimizer, build_scaler
-from recipes.common.options import TEXTS, Options, check_processes, nearest_multiples, option, parse, positive_int
+from recipes.common.options import (
+    TEXTS,
+    Options,
+    check_processes,
+    is_user_code,
+    nearest_multiples,
+    option,
+    parse,
+    positive_int,
+)
 from recipes.common.parallel.buckets import check_complete, default_bucket_mb, settle_buckets, wrap_in_ddp
 from recipes.common.parallel.groups import grid_mesh
 from recipes.common.process.entry import run_main
@@ -50,7 +59,7 @@ class ContextOptions(Options):
             raise UserError("--sync-batchnorm: this recipe has none; use RECIPE=ddp, or --batchnorm-group")
         if self.context_parallel == 1:
             return
-        if self.model not in GPTS:
+        if self.model not in GPTS and not is_user_code(self.model):
             fix = f"use {GPT_NAMES} with --data text or tokens, or --context-parallel 1"
             raise UserError(f"{flag}: --model {self.model} has no sequence that ranks can divide; {fix}")
         if self.task not in ("auto", "language-model"):
@@ -78,7 +87,11 @@ def wrap(
     model: nn.Module, args: ContextOptions, world: World, data: Data, cp: DeviceMesh
 ) -> DistributedDataParallel:
     """Divide the model's attention and average its gradients over all ranks; call it on all ranks."""
-    if cp.size() > 1:
+    if cp.size() > 1 and is_user_code(args.model):
+        from recipes.context.user_model import divide_model
+
+        divide_model(model, data, args, cp, world)
+    elif cp.size() > 1:
         divide_attention(cast(GPT, model), cp)
     # DDP: all ranks hold the whole model, and each has the gradient of its own positions of its own samples.
     # Backward averages a bucket of them over all ranks while the layers before it are still computing.
@@ -107,6 +120,10 @@ def train(args: ContextOptions, world: World, stop: Stop) -> None:
     replicas = world.world_size // args.context_parallel
     data, model = load_data_and_model(args, "context", world, stop, replicas)
     if args.context_parallel > 1:
+        if is_user_code(args.model):
+            from recipes.context.user_model import check_data
+
+            run_on_all_ranks(lambda: check_data(args, data), world)
         run_on_all_ranks(lambda: args.check_length(data.input.shape[0]), world)
     # Context: a group for each row (the ranks of a replica: neighbours, best within a node) and each column.
     mesh = grid_mesh(args, world, args.context_parallel, ("dp", "cp"))
@@ -149,7 +166,7 @@ def train(args: ContextOptions, world: World, stop: Stop) -> None:
     begin_run(job)
     train_epochs(job, technique)
     if cp.size() > 1:
-        take_whole_sequences(cast(GPT, model), cp)
+        take_whole_sequences(model, cp)
     job.finish(sample_on_all_ranks=cp.size() > 1)
 
 

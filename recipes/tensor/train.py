@@ -87,7 +87,7 @@ def wrap(model: nn.Module, data: Data, args: TensorOptions, world: World, mesh: 
     if args.tensor_parallel > 1 and hasattr(model, "tensor_plan"):
         from recipes.tensor import user_plan
 
-        whole = run_on_all_ranks(lambda: user_plan.one_pass(model, data, args, world.device), world)
+        whole = run_on_all_ranks(lambda: user_plan.whole_pass(model, data, args, world.device), world)
     packed = run_on_all_ranks(lambda: parallelize(model, args.model, mesh["tp"], *split), world)
     if whole:
         run_on_all_ranks(lambda: user_plan.check_split(whole, model, data, args, world.device), world)

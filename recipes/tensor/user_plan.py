@@ -7,15 +7,13 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from recipes.common.data import Data
 from recipes.common.errors import UserError
-from recipes.common.models.user_model import run_seeded
-from recipes.common.optim import autocast
+from recipes.common.models.split_check import Pass, check_same_pass, one_pass
 from recipes.common.options import Options
 from recipes.common.parallel.sharding import gather_whole
-from recipes.common.task import in_float
 from recipes.common.user_code import name_of, refusal
 
 BETWEEN = "replicated_with_grad_allreduce"
@@ -67,46 +65,22 @@ def matches(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-def one_pass(model: nn.Module, data: Data, args: Options, device: torch.device) -> dict[str, Tensor]:
-    """Return the model's output for two samples, as "", and each parameter's whole gradient, on the CPU.
-
-    The model is in eval() meanwhile. Once it is split, call this on all ranks of a replica.
-    """
-    inputs, targets = (tensor.to(device) for tensor in data.examples(2))
-    model.eval()
-    with autocast(args, device):
-        output = run_seeded(model, inputs)
-    data.task.loss_sum(in_float(output), targets).backward()
-    found = {"": output.detach().cpu()}
-    for path, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            found[path] = gather_whole(parameter.grad).cpu()
-    model.zero_grad()
-    model.train()
-    return found
+def whole_pass(model: nn.Module, data: Data, args: Options, device: torch.device) -> Pass:
+    """Return one_pass() of two samples; once the model is split, call it on all ranks of a replica."""
+    inputs, targets = data.examples(2)
+    return one_pass(model, (inputs.to(device), targets.to(device)), data.task, args, gather_whole)
 
 
-def check_split(
-    whole: dict[str, Tensor], model: nn.Module, data: Data, args: Options, device: torch.device
-) -> None:
-    """Raise UserError if the split model's output or gradients are not those of `whole`, one_pass() before."""
+def check_split(whole: Pass, model: nn.Module, data: Data, args: Options, device: torch.device) -> None:
+    """Raise UserError if the split model's output or gradients are not those of `whole`, whole_pass() before."""
     what = f"--model {args.model}: split by its tensor_plan, it"
     try:
-        parts = one_pass(model, data, args, device)
+        parts = whole_pass(model, data, args, device)
     except RuntimeError as error:
         fix = "let forward() take the number of a rank's heads or units from the shape (-1 in view())"
         raise refusal(f"{what} fails", error, fix) from error
-    allowed = 0.01 if args.amp == "none" else 0.1
-    least = 0.001 * max(float(torch.linalg.vector_norm(x)) for path, x in whole.items() if path)
-    for path, expected in whole.items():
-        found = parts.get(path, torch.zeros_like(expected))
-        size = float(torch.linalg.vector_norm(expected))
-        if found.shape == expected.shape:
-            difference = float(torch.linalg.vector_norm(found - expected))
-            if difference <= allowed * (max(size, least) if path else size):
-                continue
-        if not path:
-            fix = "let a rowwise layer take what colwise layers return"
-            raise UserError(f"{what} returns other values than whole; {fix}")
-        fix = f"give its module the style {BETWEEN}, or leave the layers around it whole"
-        raise UserError(f"{what} has another gradient of {path} than whole; {fix}")
+    fixes = (
+        "let a rowwise layer take what colwise layers return",
+        f"give its module the style {BETWEEN}, or leave the layers around it whole",
+    )
+    check_same_pass(what, whole, parts, args.amp, *fixes)

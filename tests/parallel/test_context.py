@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from recipes.common import job
@@ -89,6 +90,76 @@ def test_all_ranks_write_the_sample_of_single(tmp_path):
         texts.append(outcome.outputs[0].split("a sample of what the model writes:\n")[1].split("\nresult ")[0])
     assert texts[0] == texts[1]
     assert len(texts[0]) > 10
+
+
+class Grouped(nn.Module):
+    """A user's own model: learned positions, and two query heads for each head of keys and values."""
+
+    def __init__(self, data):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(data.num_classes, 32), nn.Embedding(64, 32)
+        self.norm, self.q, self.kv = nn.LayerNorm(32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.head = nn.Linear(32, data.num_classes)
+
+    def place(self, ids):
+        return attention.positions(ids.shape[1], ids.device)
+
+    def attend(self, q, k, v):
+        return attention.causal_attention(q, k, v)
+
+    def forward(self, ids):
+        x = self.tokens(ids) + self.places(self.place(ids))
+        q = self.q(self.norm(x)).unflatten(-1, (4, 8)).transpose(1, 2)
+        k, v = self.kv(self.norm(x)).unflatten(-1, (4, 8)).transpose(1, 2).chunk(2, 1)
+        return self.head(x + self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+class OwnPlaces(Grouped):
+    def place(self, ids):
+        return torch.arange(ids.shape[1])
+
+
+class OwnKeys(Grouped):
+    def attend(self, q, k, v):
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+class SumsAcross(Grouped):
+    def forward(self, ids):
+        return super().forward(ids) + super().forward(ids.flip(1)).cumsum(1)
+
+
+OWN = "tests.parallel.test_context:"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"), [(2, ()), *slow((4, ("--accumulate-steps", "3")), (2, ("--compile",)))]
+)
+def test_a_users_model_has_the_losses_of_single(tmp_path, ranks, more):
+    argv = (*STEPS, "--model", f"{OWN}Grouped", "--optimizer", "adamw", "--lr", "0.001")
+    run = train("context", tmp_path, ranks, *argv, *more)
+    assert_same_training(run, train("single", tmp_path, 1, *argv))
+
+
+@pytest.mark.parametrize("model", ["OwnPlaces", "OwnKeys", "SumsAcross"])
+def test_a_users_model_that_needs_whole_sequences_is_refused(tmp_path, model):
+    outcome = start_run("context", tmp_path, 2, *STEPS, "--model", OWN + model).wait(60)
+    assert outcome.refusal.startswith(
+        f"error: --model {OWN}{model}: with its sequences divided, it returns other values than whole; let each"
+    )
+
+
+def test_samples_without_a_sequence_are_refused(tmp_path):
+    argv = ("--device", "cpu", "--model", f"{OWN}of_images")
+    outcome = start_run("context", tmp_path, 2, *argv).wait(60)
+    assert outcome.refusal.startswith("error: --data digits has")
+    assert (
+        "which ranks cannot divide; give sequences of ids, shape (T,), with a target for each" in outcome.refusal
+    )
+
+
+def of_images(data):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, data.num_classes))
 
 
 # ---- who does what
@@ -176,7 +247,6 @@ PARTS = "does not divide into 2 chunks for each rank"
             (),
             "--model lenet has no sequence that ranks can divide; use gpt-tiny, gpt-small, gpt-medium or gpt-xl ",
         ),
-        ((*TEXT, "--model", "mine:net"), "--model mine:net has no sequence that ranks can divide; use "),
         ((*TEXT, "--task", "my:Task"), "--task my:Task may read whole sequences; drop it"),
         (("--seq-len", "30", *TEXT), f"a sequence of 30 {PARTS}; use a length of 28 or 32"),
         (("--seq-len", "3", *TEXT), f"a sequence of 3 {PARTS}; use a length of 4"),

@@ -351,7 +351,11 @@ def test_bf16_stays_close(tmp_path, world_size, switches):
         (3, ("--tensor-parallel", "3", *GPT), "--tensor-parallel 3 does not divide the 4 attention heads of gpt-"),
         (2, ("--model", "resnet18"), "--model resnet18: it has no plan of what to split; use lenet, vit-tiny, "),
         (2, (SEQUENCE,), "--sequence-parallel: --model lenet has no plan for sequences; drop it, or use vit-tiny"),
-        (2, (LOSS, "--model", "vit-tiny"), "--loss-parallel: --model vit-tiny has no plan for vocabularies; drop it, or use"),
+        (
+            2,
+            (LOSS, "--model", "vit-tiny"),
+            "--loss-parallel: --model vit-tiny has no plan for vocabularies; drop it, or use",
+        ),
     ],
 )
 def test_refusals(tmp_path, world_size, argv, message):
