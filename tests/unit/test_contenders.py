@@ -8,6 +8,7 @@ import psutil
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
 from recipes.common.data import load_data
 from recipes.common.models.models import LeNet
@@ -64,11 +65,13 @@ def test_a_bare_loop_reports_the_median_of_windows_as_a_recipe_logs_them(capsys,
     """One step that waits for the machine changes the mean."""
     ticks = iter([*range(5), 100, 101, 102, 103, 104, 204, 205, 206, 207, 208, 208])  # the first are the warm-up's
     monkeypatch.setattr(bare_step, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     flags = argparse.Namespace(steps=9, tf32=False, alone=False, horovod=None, without_backward=False)
     flags.options = ["--data=synthetic", "--image-size=8", "--num-samples=64", "--device=cpu", "--log-every=2"]
     bare_step.measure(flags, None)
     found = json.loads(capsys.readouterr().out)
     assert found == {"step_ms": 12000.0, "median_ms": 1000.0}
+    assert torch.backends.cudnn.benchmark, "on a GPU it has the recipes' choice of convolutions"
 
 
 def test_what_fails_in_a_later_round_does_not_lose_what_works(capsys):
@@ -94,7 +97,12 @@ def test_what_fails_on_a_gpu_does_not_lose_what_works(monkeypatch, tmp_path, cap
             raise RuntimeError("python ... ended with status 2:\nerror: --decode gpu needs nvImageCodec")
         return {"samples_per_s": 3000.0, "peak_memory_bytes": 2**30}
 
+    # Of a run on JPEGs: fast as long as there are samples that were read while torch compiled, then an evaluation.
+    rates = [9000.0, 2500.0]
+    rows = [{"loss": 1.0, "samples_per_s": rate} for rate in rates] + [{"test_loss": 1.0}]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "read_metrics", lambda run: rows)
+    monkeypatch.setattr(gpu, "count_cores", lambda: 2)
     monkeypatch.setattr(gpu, "recipe", recipe)
     monkeypatch.setattr(gpu, "contender", lambda *_: {"step_ms": 256.0})
     monkeypatch.setattr(gpu, "matmul_tflops", lambda: 700.0)
@@ -106,6 +114,7 @@ def test_what_fails_on_a_gpu_does_not_lose_what_works(monkeypatch, tmp_path, cap
     assert len(figures) == 9
     assert found["eager fp32 loop on ready tensors"] == 3.0
     assert found["the same in eager fp32"] == 1.0
+    assert found["the same from JPEGs, decoded by 2 cores"] == 3000 / 2500
     of_peak = {figure.name: figure.measured for figure in figures if figure.is_limit}
     assert of_peak[gpu.RESNET] == pytest.approx(3000 * 24.54e9 / 700e12)
     assert of_peak[gpu.GPT] == pytest.approx(3000 * 1024 * 566.6e6 / 700e12, rel=1e-4)
@@ -113,7 +122,14 @@ def test_what_fails_on_a_gpu_does_not_lose_what_works(monkeypatch, tmp_path, cap
     (lost,) = [figure for figure in figures if figure.measured is None]
     assert lost.note.startswith("not measured: error: --decode gpu needs nvImageCodec (the same from JPEGs, read")
     assert "warning: photos, decoded by it: python ... ended with status 2" in capsys.readouterr().err
-    assert len(list((tmp_path / "photos/train").rglob("*.jpg"))) == gpu.BATCH * (gpu.STEPS + 1)
+    assert len(list((tmp_path / "photos/train").rglob("*.jpg"))) == gpu.BATCH * 9, "3 steps beyond 1 + 2 x 2"
+
+
+@pytest.mark.parametrize("workers", [1, 16, 29, 30, 192])
+def test_the_measured_steps_take_no_images_that_were_read_ahead(workers):
+    total = gpu.photo_steps(workers)
+    assert total % gpu.STEPS == 0, "a run logs its speed in its last steps"
+    assert total - gpu.STEPS >= 1 + DataLoader([0], num_workers=1).prefetch_factor * workers
 
 
 def test_what_one_model_lacks_on_a_gpu_does_not_lose_the_others(monkeypatch, tmp_path):
@@ -134,7 +150,7 @@ def test_photos_and_synthetic_images_are_of_one_shape(monkeypatch, tmp_path):
     monkeypatch.setattr(jpeg, "WIDTH", 16)
     monkeypatch.setattr(jpeg, "HEIGHT", 16)
     monkeypatch.setattr(gpu, "STEPS", 3)  # 1,024 images, one or two of each class
-    gpu.write_dataset(tmp_path)
+    gpu.write_dataset(tmp_path, 4)
     words = ["--image-size", "8", "--workers", "0"]
     sources = (["--data", "imagefolder", "--data-dir", str(tmp_path)], ["--num-samples", str(gpu.IMAGES)])
     photos, drawn = (

@@ -75,6 +75,7 @@ def measure(own_args: argparse.Namespace, hvd: Any) -> None:
     """
     steps: int = own_args.steps
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = own_args.tf32
+    torch.backends.cudnn.benchmark = True  # as the recipes do
     args = options(own_args.options)
     device = torch.device("cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu")
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
