@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from recipes.common.data import gpu_decode, load_data
+from recipes.common.data.images import import_nvimgcodec
 from recipes.single.train import options
-from tests.conftest import need_gpus
+from tests.conftest import need_gpus, require
 from tests.images import make_images
 from tests.support import losses, train
 
@@ -16,6 +17,8 @@ LEVELS = 2 / 58
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
     need_gpus()
+    remedy = "pip install 'nvidia-nvimgcodec-cu13[nvjpeg]'"
+    require("nvimgcodec", import_nvimgcodec(), "nvImageCodec is not installed", remedy)
     folder = make_images(tmp_path_factory.mktemp("images"))
     return "--data", "imagefolder", "--data-dir", str(folder), "--image-size", "32", "--workers", "1"
 
