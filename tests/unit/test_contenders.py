@@ -141,8 +141,8 @@ def test_what_one_model_lacks_on_a_gpu_does_not_lose_the_others(monkeypatch, tmp
     monkeypatch.setattr(gpu, "resnet", fail)
     monkeypatch.setattr(gpu, "gpt", lambda rounds, folder: [figure])
     monkeypatch.setattr(gpu, "lenet", fail)
-    lost = [unmeasured(gpu.RESNET, "no space"), unmeasured(gpu.LENET, "no space", gpu.LENET_GOAL)]
-    assert list(gpu.measure(1, tmp_path)) == [lost[0], figure, lost[1]]
+    lost = [unmeasured(gpu.LENET, "no space", gpu.LENET_GOAL), unmeasured(gpu.RESNET, "no space")]
+    assert list(gpu.measure(1, tmp_path)) == [*lost, figure]
 
 
 def test_photos_and_synthetic_images_are_of_one_shape(monkeypatch, tmp_path):
