@@ -97,8 +97,8 @@ def test_what_fails_on_a_gpu_does_not_lose_what_works(monkeypatch, tmp_path, cap
             raise RuntimeError("python ... ended with status 2:\nerror: --decode gpu needs nvImageCodec")
         return {"samples_per_s": 3000.0, "peak_memory_bytes": 2**30}
 
-    # Of a run on JPEGs: fast as long as there are samples that were read while torch compiled, then an evaluation.
-    rates = [9000.0, 2500.0]
+    # The first is of samples that were read while torch compiled; an evaluation follows.
+    rates = [9000.0, 3000.0, 2500.0]
     rows = [{"loss": 1.0, "samples_per_s": rate} for rate in rates] + [{"test_loss": 1.0}]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu, "read_metrics", lambda run: rows)
