@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from recipes.common.data import Batch, Data, Split, unread_folder
 from recipes.common.errors import UserError
@@ -78,6 +79,8 @@ class Technique:
     gather_state: Callable[[], Content | None] | None = None
     """Return on rank 0 the whole `model` or `optimizer` for a checkpoint, if it holds only a part; or on each rank
     its part of a sharded checkpoint. Called before each checkpoint. Default: rank 0 holds both."""
+    check_optimizer: Callable[[Options, Optimizer], None] = lambda args, optimizer: None
+    """Raise UserError if the user's optimizer keeps what gather_state() or a resume cannot handle."""
 
 
 def load_checked_data(args: Options, recipe: str, peers: Peers, stop: Stop, replicas: int | None = None) -> Data:
@@ -283,10 +286,8 @@ def train_until_evaluation(job: Job, technique: Technique) -> int:
             (technique.update or update)(job, partial(job.check_gradients, loss_sum))
             job.guard.restore_buffers(job.scaler)
         if job.is_unseen_optimizer:
-            from recipes.common.user_code import check_optimizer_state
-
             job.is_unseen_optimizer = False
-            check_optimizer_state(args, job.optimizer)
+            check_optimizer(job, technique)
         if job.is_unseen_model:
             job.is_unseen_model = False
             for text in warnings_after_passes(job, compares_buffers=not technique.sync_buffers):
@@ -346,6 +347,14 @@ def own_shard(peers: Peers) -> Callable[[Tensor], Tensor]:
 def update(job: Job, check: Check, clip: Clip = nn.utils.clip_grad_norm_) -> None:
     """Step the optimizer if the gradients, which are the same on all ranks, pass the check."""
     optimizer_step(job.args, job.model.parameters(), job.optimizer, job.scaler, check, clip)
+
+
+def check_optimizer(job: Job, technique: Technique) -> None:
+    """Raise UserError if a checkpoint could not restore what the user's optimizer keeps after a step."""
+    from recipes.common.user_code import check_optimizer_state
+
+    check_optimizer_state(job.args, job.optimizer)
+    technique.check_optimizer(job.args, job.optimizer)
 
 
 @torch.no_grad()
@@ -438,16 +447,14 @@ def broadcast_buffers(module: nn.Module, peers: Peers) -> None:
 def save_checkpoint(job: Job, technique: Technique, is_best: bool = False) -> None:
     """Write a checkpoint on rank 0, or a sharded one on all ranks; a failure becomes a vote. Call on all ranks.
 
-    Raises UserError on all ranks as check_optimizer_state().
+    Raises UserError on all ranks as check_optimizer().
     """
     with job.peers.watch.mark("checkpoint"):
         sync_statistics(job, technique)
         job.wait_for_checkpoint()  # the one before: they are written one at a time
         if is_user_code(job.args.optimizer):
-            from recipes.common.user_code import check_optimizer_state
-
             # Its state may have changed since the first step.
-            run_on_all_ranks(lambda: check_optimizer_state(job.args, job.optimizer), job.peers)
+            run_on_all_ranks(lambda: check_optimizer(job, technique), job.peers)
         job.save(is_best, technique.gather_state() if technique.gather_state else None)
         if not job.trains_during_save:
             job.wait_for_checkpoint()

@@ -40,6 +40,7 @@ from recipes.common.options import Options, check_processes, is_user_code, optio
 from recipes.common.parallel.buckets import FIX_MISSING, Named, check_frozen, frozen, missing_gradients, trained
 from recipes.common.parallel.groups import grid_mesh
 from recipes.common.parallel.sharding import (
+    check_sharded_state,
     gather_state,
     own_shards,
     own_state,
@@ -362,7 +363,14 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
         run_on_all_ranks(lambda: check_fit(model, args, data, world.device, predict), world)
         same_blocks.first_blocks.clear()
     state = own_state if args.sharded_checkpoints else gather_state
-    technique = Technique(forward_backward, model, predict, update, gather_state=partial(state, job))
+    technique = Technique(
+        forward_backward,
+        model,
+        predict,
+        update,
+        gather_state=partial(state, job),
+        check_optimizer=check_sharded_state,
+    )
     # FSDP: rank 0 reads the checkpoint and broadcasts it, a tensor at a time; each rank keeps its shard of each
     # tensor. With a sharded checkpoint, each rank reads its own shards.
     begin_run(job, partial(read_shards, model), partial(own_shards, model))

@@ -256,6 +256,7 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
         shard=lambda indices: shard(indices, dp.get_local_rank(), dp.size()),
         counts_skipped=tp.get_local_rank() == 0,
         gather_state=gather_state,
+        check_optimizer=sharding.check_sharded_state,
     )
     # Tensor: rank 0 reads the checkpoint and broadcasts it; each rank keeps its shards. With a sharded checkpoint,
     # each rank reads its own shards.

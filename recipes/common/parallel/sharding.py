@@ -23,8 +23,7 @@ from recipes.common.checkpoint.shard_files import Box, ShardedFolder, is_referen
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.optim import AMP_DTYPES, optimizer_state
-from recipes.common.options import Options, is_user_code
-from recipes.common.world.agreement import run_on_all_ranks
+from recipes.common.options import Options
 from recipes.common.world.peers import Peers
 from recipes.common.world.tree import Slot
 
@@ -42,7 +41,7 @@ def precision(args: Options) -> MixedPrecisionPolicy:
 def update(job: Job, check: Callable[[Sequence[Tensor]], bool]) -> None:
     """Clip the gradients, and step the optimizer on this rank's shards if the whole gradient passes the check.
 
-    Call it on all ranks. Raises UserError after the first step if the user's optimizer does not work on shards.
+    Call it on all ranks. Raises UserError in the first step if the user's optimizer does not work on shards.
     """
 
     def check_norm(gradients: Sequence[Tensor]) -> bool:
@@ -61,18 +60,10 @@ def update(job: Job, check: Callable[[Sequence[Tensor]], bool]) -> None:
 
         what = f"--optimizer {job.args.optimizer}: step() on shards failed"
         raise refusal(what, error, "let it use other operations, or use RECIPE=ddp") from error
-    if job.is_unseen_optimizer:
-        check_sharded_state(job.args, job.optimizer)
 
 
 ABOUT_SHARDS = r"DTensor|aten\.|shard|subclass"
 """What torch says of operations that it cannot do on shards."""
-
-
-def check_own_optimizer(job: Job) -> None:
-    """Raise UserError on all ranks as check_sharded_state(), before a checkpoint: the state may have changed."""
-    if is_user_code(job.args.optimizer):
-        run_on_all_ranks(lambda: check_sharded_state(job.args, job.optimizer), job.peers)
 
 
 def check_sharded_state(args: Options, optimizer: torch.optim.Optimizer) -> None:
@@ -146,11 +137,7 @@ def gather_whole(tensor: Tensor) -> Tensor:
 
 
 def gather_state(job: Job) -> dict[str, Any] | None:
-    """Return the whole weights and optimizer state on rank 0; call it on all ranks.
-
-    Raises UserError as check_own_optimizer().
-    """
-    check_own_optimizer(job)
+    """Return the whole weights and optimizer state on rank 0; call it on all ranks."""
 
     def gather(name: str | None, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -201,9 +188,8 @@ def own_state(job: Job, grid: DeviceMesh | None = None, boxes: Boxes = lambda na
     """Return this rank's part of a checkpoint: references instead of tensors, and in `parts` its file's tensors.
 
     Of ranks that hold the same data, one writes it. `grid` is the mesh of all ranks (default: each tensor's).
-    Call it on all ranks. Raises UserError as check_own_optimizer().
+    Call it on all ranks.
     """
-    check_own_optimizer(job)
     parts: list[Tensor] = []
     place = 0
 
