@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import shlex
-import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import psutil
 
 from recipes.common.errors import UserError
 from recipes.common.process.parent import end_with_parent
 from recipes.common.process.sockets import choose_socket_folder
 from scripts.launch.command import ROOT, warn
 from scripts.launch.local import free_port, node_environment, visible_gpus
+from scripts.launch.processes import end_sessions
 
 FAILURE_GRACE_S = 10.0
 """How long the other ranks may continue after one has failed: their output may say why."""
@@ -118,9 +115,5 @@ def run_launcher(command: Sequence[str], env: Mapping[str, str], folder: Path, t
         finally:
             if process.poll() is None:
                 # horovodrun starts each rank in a session of its own, where it would live on for a minute.
-                ranks = psutil.Process(process.pid).children(recursive=True)
-                os.killpg(process.pid, signal.SIGKILL)
-                for rank in ranks:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        rank.kill()
+                end_sessions([process.pid])
                 process.wait()
