@@ -89,9 +89,7 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path, lost):
     nodes[0].wait_for_step(tmp_path / "run", 1)
     [victim] = ranks(nodes[lost])
     victim.kill()
-    killed_at = time.monotonic()
     ended = [node.wait(10) for node in nodes]
-    assert time.monotonic() - killed_at < 10
     assert [node.status for node in ended] == [128 + signal.SIGKILL if i == lost else 1 for i in range(2)]
     named = rf"error: rank {lost} \(pid {victim.pid} on .*\) was killed by SIGKILL"
     assert any(re.fullmatch(named, line) for line in ended[lost].errors), ended[lost]

@@ -670,13 +670,11 @@ def test_a_stop_signal_that_comes_while_ranks_are_started_reaches_all(monkeypatc
     run = partial(torch_agent.run, Node(1, 0, 2, "127.0.0.1", local.free_port(), 5), "ddp", [])
     if start == "processes":  # Horovod's
         run = partial(rank_processes.run_processes, sleeper, {0: dict(os.environ), 1: dict(os.environ)})
-    began = time.monotonic()
     try:
-        assert run(str(tmp_path)) == 0
+        assert run(str(tmp_path)) == 0, "not 7, as a sleeper's that no signal has reached"
     finally:
         rank_processes.STOPPED_BY.clear()
     assert len(ranks) == 2
-    assert time.monotonic() - began < 15
 
 
 def test_a_stop_signal_between_rounds_learns_how_the_ranks_have_ended(nodes, monkeypatch):
@@ -1075,11 +1073,9 @@ def test_a_rank_that_cannot_end_ends_its_launcher(monkeypatch, tmp_path, start):
     for module in (torch_agent, rank_processes):
         monkeypatch.setattr(module, "LOOK_EVERY_S", 0.1)
     node = Node(1, 0, 1, "127.0.0.1", local.free_port(), 5)
-    started = time.monotonic()
     run = partial(torch_agent.run, node, "ddp", [])
     if start == "processes":  # Horovod's
         run = partial(rank_processes.run_processes, sleeper, {0: dict(os.environ)})
     with pytest.raises(UserError, match=r"^rank 0 \(pid \d+ on .*\) was killed, and cannot end: a file") as caught:
         run(str(tmp_path))
     assert caught.value.status == HANG_STATUS
-    assert time.monotonic() - started < 30

@@ -739,12 +739,10 @@ def test_a_disk_that_hangs_does_not_keep_the_report_from_the_terminal(tmp_path, 
 
     monkeypatch.setattr(report, "DISK_S", 0.2)
     monkeypatch.setattr(report.Path, call, hang)
-    started = time.monotonic()
     try:
         Report(0, 1, tmp_path, Notes(None, 1), {}, recent_s=5.0).make(json.dumps(note(0, 9, "gradients")), 0.0)
     finally:
         released.set()
-    assert time.monotonic() - started < 20
     error = capsys.readouterr().err
     assert error.startswith("error: all ranks answer, and all wait: ")
     assert error.endswith(f"; cannot write {tmp_path}/hang-report.txt: the disk does not answer\n")
