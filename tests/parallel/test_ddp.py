@@ -71,7 +71,6 @@ def test_plain_torchrun_equals_single(baseline, tmp_path):
         ["--lr-schedule", "constant", "--warmup-steps", "0", "--momentum", "0"],
         ["--accumulate-steps", "2", "--clip-grad-norm", "0.3"],
         *slow(
-            ["--clip-grad-norm", "0.3"],
             ["--no-channels-last"],
             ["--optimizer", "adamw", "--lr", "0.002"],
             ["--data", "synthetic", "--num-samples", "200", "--image-size", "16", "--global-batch-size", "50"],
