@@ -96,7 +96,7 @@ def read_series(text: str, pattern: str = "") -> dict[str, Series]:
     return found
 
 
-def read_line(line: str, pattern: str, header: str = "") -> Iterator[tuple[str, str]]:
+def read_line(line: str, pattern: str, header: str) -> Iterator[tuple[str, str]]:
     """Yield the names and numbers in a line: of a JSON object, else by the pattern, else by the usual names.
 
     `header` is a line above, which may say that the usual names are of an evaluation.

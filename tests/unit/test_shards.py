@@ -31,8 +31,8 @@ def load(data, folder, on_bad_image=print, *flags):
     return load_data(options(argv), CPU, on_bad_image)
 
 
-def packed(source, folder, shard_bytes=4000):
-    assert sum(number for _, number in pack(source, folder, shard_bytes)) > 0
+def packed(source, folder):
+    assert sum(number for _, number in pack(source, folder, 4000)) > 0
     return folder
 
 

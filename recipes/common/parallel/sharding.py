@@ -212,7 +212,7 @@ def own_state(job: Job, grid: DeviceMesh | None = None, boxes: Boxes = lambda na
     return {**map_states(own, job.model, refer), "parts": parts}
 
 
-def is_written_here(tensor: Tensor, rank: int, grid: DeviceMesh | None = None) -> bool:
+def is_written_here(tensor: Tensor, rank: int, grid: DeviceMesh | None) -> bool:
     """Return whether this rank is the first of those in the grid that hold the same part of a tensor."""
     if not isinstance(tensor, DTensor):
         return rank == 0

@@ -136,7 +136,7 @@ def _checkpoints_in(folder: Path) -> Path:
     return folder / "checkpoints" if "checkpoints" in names_in(folder) else folder
 
 
-def read_weights(path: Path, check: ShardCheck | None = None) -> tuple[Path, Content]:
+def read_weights(path: Path, check: ShardCheck | None) -> tuple[Path, Content]:
     """Return the file of the weights at a path, and as `model` of the content its state dict, on the CPU.
 
     The path is of a state dict, alone or in a dict as `model` or `state_dict`; of safetensors or their index; of a
