@@ -32,7 +32,6 @@ from recipes.common.errors import UserError
 from recipes.common.models.gpt import GPT, Attention
 from recipes.common.models.models import BUILT_IN_MODELS, GPT_NAMES, GPTS, LeNet
 from recipes.common.models.vit import VisionTransformer
-from recipes.common.options import is_user_code
 from recipes.common.parallel.sharding import map_states
 from recipes.common.world.tree import Slot
 
@@ -64,29 +63,38 @@ VOCABULARY = {"embedding": "vocabulary", "head.norm": "copy"}
 
 
 def parallelize(
-    model: nn.Module, name: str, mesh: DeviceMesh, sequence: bool = False, vocabulary: bool = False
+    model: nn.Module,
+    name: str,
+    mesh: DeviceMesh,
+    sequence: bool = False,
+    vocabulary: bool = False,
+    own_plan: dict[str, str] | None = None,
 ) -> Packed:
     """Split the model in place; return its packed parameters (queries, keys and values in one).
 
     Args:
-        model: an instance of one of the classes in PLANS, or one that has a plan as its tensor_plan.
+        model: an instance of one of the classes in PLANS, or one with a plan of its own.
         name: the model's name in --model.
         mesh: the ranks of a replica.
         sequence: between the split layers, a rank has some of the tokens of a DTensor (B, T, width).
         vocabulary: a rank has some rows of the embedding and, in training, some columns of the logits, a DTensor.
+        own_plan: the style of each layer that is split, by its path; without it, the plan of the model's class.
     """
     ranks = mesh.size()
     if ranks == 1:
         return {}
-    plan, is_built_in = find_plan(model, name), type(model) in PLANS
+    plan = own_plan or PLANS.get(type(model))
+    if not plan:
+        known = ", ".join([*BUILT_IN_MODELS, *GPTS])
+        raise UserError(f"--model {name}: it has no plan of what to split; use {known}, or --tensor-parallel 1")
     layers = dict(plan)
     if sequence:
-        if not is_built_in or not hasattr(model, "blocks"):
+        if own_plan or not hasattr(model, "blocks"):
             fix = f"drop it, or use vit-tiny, {GPT_NAMES}"
             raise UserError(f"--sequence-parallel: --model {name} has no plan for sequences; {fix}")
         layers.update(SEQUENCE)
     if vocabulary:
-        if not isinstance(model, GPT):
+        if own_plan or not isinstance(model, GPT):
             fix = f"drop it, or use {GPT_NAMES}"
             raise UserError(f"--loss-parallel: --model {name} has no plan for vocabularies; {fix}")
         layers.update(VOCABULARY)
@@ -94,7 +102,7 @@ def parallelize(
     is_trained = {path: parameter.requires_grad for path, parameter in model.named_parameters()}
     torch.backends.mha.set_fastpath_enabled(False)  # in evaluation, the fused layer would read whole weights
     for path, module in model.named_modules():
-        if is_built_in and isinstance(module, Attention | nn.MultiheadAttention):
+        if not own_plan and isinstance(module, Attention | nn.MultiheadAttention):
             packed.update(split_heads(module, path, name, mesh))
     for path, style in plan.items():
         check_layers(model, path, style, name, ranks)
@@ -107,18 +115,6 @@ def parallelize(
     for path, parameter in model.named_parameters():  # SequenceParallel makes new ones, which are all trained
         parameter.requires_grad_(is_trained[path])
     return packed
-
-
-def find_plan(model: nn.Module, name: str) -> dict[str, str]:
-    """Return the style of each layer that is split, by its path; raises UserError if the model has no plan."""
-    if type(model) in PLANS:
-        return PLANS[type(model)]
-    if is_user_code(name):
-        from recipes.tensor.user_plan import read_plan
-
-        return read_plan(model, name)
-    known = ", ".join([*BUILT_IN_MODELS, *GPTS])
-    raise UserError(f"--model {name}: it has no plan of what to split; use {known}, or --tensor-parallel 1")
 
 
 def make_styles(sequence: bool) -> dict[str, ParallelStyle]:

@@ -30,7 +30,7 @@ from recipes.common.job import Job
 from recipes.common.loop import Check, Content, Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.models.blocks import blocks
 from recipes.common.optim import autocast, build_optimizer, build_scaler
-from recipes.common.options import Options, check_processes, option, parse, positive_int, switch
+from recipes.common.options import Options, check_processes, is_user_code, option, parse, positive_int, switch
 from recipes.common.parallel import sharding
 from recipes.common.parallel.buckets import check_frozen, frozen
 from recipes.common.parallel.groups import grid_mesh
@@ -82,15 +82,13 @@ options = partial(parse, TensorOptions, "tensor", __doc__)
 
 def wrap(model: nn.Module, data: Data, args: TensorOptions, world: World, mesh: DeviceMesh) -> Packed:
     """Split the model over the ranks of a replica; return its packed parameters, as parallelize() does."""
-    split = args.sequence_parallel, args.loss_parallel
-    whole = None
-    if args.tensor_parallel > 1 and hasattr(model, "tensor_plan"):
-        from recipes.tensor import user_plan
+    tp = mesh["tp"]
+    split = partial(parallelize, model, args.model, tp, args.sequence_parallel, args.loss_parallel)
+    if is_user_code(args.model) and tp.size() > 1:
+        from recipes.tensor.user_plan import split_user_model
 
-        whole = run_on_all_ranks(lambda: user_plan.whole_pass(model, data, args, world.device), world)
-    packed = run_on_all_ranks(lambda: parallelize(model, args.model, mesh["tp"], *split), world)
-    if whole:
-        run_on_all_ranks(lambda: user_plan.check_split(whole, model, data, args, world.device), world)
+        split = partial(split_user_model, model, data, args, world.device, tp.size(), split)
+    packed = run_on_all_ranks(split, world)
     if args.fully_shard:
         shard_over_replicas(model, args, mesh["dp"])
     elif args.compile:

@@ -1,9 +1,9 @@
-"""A plan that comes with your own model, and the check that its parts compute what the whole model does."""
+"""Your own model: its plan, and the check that it computes the same once it is split."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 
 import torch
@@ -11,11 +11,13 @@ from torch import nn
 
 from recipes.common.data import Data
 from recipes.common.errors import UserError
-from recipes.common.models.split_check import Pass, check_same_pass, one_pass
+from recipes.common.models.split_check import check_same_pass, one_pass
 from recipes.common.options import Options
 from recipes.common.parallel.sharding import gather_whole
 from recipes.common.user_code import name_of, refusal
+from recipes.tensor.plans import PLANS, Packed, swap
 
+FIX = "leave the layers as their class has made them, or use --tensor-parallel 1"
 BETWEEN = "replicated_with_grad_allreduce"
 STYLES = ("colwise", "rowwise", BETWEEN)
 """Hugging Face's names; BETWEEN is for modules between a colwise layer and a rowwise one."""
@@ -65,22 +67,34 @@ def matches(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-def whole_pass(model: nn.Module, data: Data, args: Options, device: torch.device) -> Pass:
-    """Return one_pass() of two samples; once the model is split, call it on all ranks of a replica."""
+def split_user_model(
+    model: nn.Module, data: Data, args: Options, device: torch.device, ranks: int, split: Callable[..., Packed]
+) -> Packed:
+    """Split the model by split(own_plan=...), which is parallelize(); call it on all ranks of a replica.
+
+    Raises UserError as read_plan(), if split() fails, or if two samples then have another output or gradient: a
+    plan may name the wrong layers, and a model of a class with a plan may have other layers, hooks or ties.
+    """
+    own_plan = None if type(model) in PLANS else read_plan(model, args.model)
     inputs, targets = data.examples(2)
-    return one_pass(model, (inputs.to(device), targets.to(device)), data.task, args, gather_whole)
-
-
-def check_split(whole: Pass, model: nn.Module, data: Data, args: Options, device: torch.device) -> None:
-    """Raise UserError if the split model's output or gradients are not those of `whole`, whole_pass() before."""
-    what = f"--model {args.model}: split by its tensor_plan, it"
+    samples = inputs.to(device), targets.to(device)
+    what = f"--model {args.model}: split by its plan, it"
+    expected = one_pass(model, samples, data.task, args)
     try:
-        parts = whole_pass(model, data, args, device)
-    except RuntimeError as error:
+        packed = split(own_plan=own_plan)
+        found = one_pass(model, samples, data.task, args, gather_whole)
+    except UserError:
+        raise
+    except Exception as error:
         fix = "let forward() take the number of a rank's heads or units from the shape (-1 in view())"
-        raise refusal(f"{what} fails", error, fix) from error
-    fixes = (
-        "let a rowwise layer take what colwise layers return",
-        f"give its module the style {BETWEEN}, or leave the layers around it whole",
-    )
-    check_same_pass(what, whole, parts, args.amp, *fixes)
+        raise refusal(f"{what} fails", error, fix if own_plan else FIX) from error
+    for path in packed.keys() & expected.keys():
+        expected[path] = swap(expected[path], 3, ranks)
+    fixes = (FIX, FIX)
+    if own_plan:
+        fixes = (
+            "let a rowwise layer take what colwise layers return",
+            f"give its module the style {BETWEEN}, or leave the layers around it whole",
+        )
+    check_same_pass(what, expected, found, args.amp, *fixes)
+    return packed

@@ -261,7 +261,7 @@ class HalfSum(NormedHeads):
 def test_plans_that_compute_something_else_are_refused(tmp_path, model, message):
     argv = (*OWN, "--device", "cpu", "--model", NAME + model)
     outcome = start_run("tensor", tmp_path, 2, *argv).wait(60)
-    assert outcome.refusal.startswith(f"error: --model {argv[-1]}: split by its tensor_plan, {message}")
+    assert outcome.refusal.startswith(f"error: --model {argv[-1]}: split by its plan, {message}")
 
 
 @pytest.mark.slow
