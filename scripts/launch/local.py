@@ -72,7 +72,7 @@ MOST_PER_CORE = 8
 """More processes per core than this are worth a warning: each imports torch, and 60 on two cores take minutes."""
 
 STOP_GRACE_S = 60.0
-"""How long a checkpoint may take after a stop signal."""
+"""How long a script may take after a stop signal."""
 
 _PORTS = range(10000, 20000)
 _offsets = itertools.count(secrets.randbelow(len(_PORTS)))
@@ -194,6 +194,7 @@ class LocalJob:
         self.held_until = 0.0
         self.interrupted_by = 0
         self.stop_signals: set[int] = set()
+        self.stop_grace_s = STOP_GRACE_S
         self.stop_deadline = float("inf")
 
     def start(self, command: list[str], environment: dict[str, str]) -> None:
@@ -244,7 +245,7 @@ class LocalJob:
     def record_stop(self, number: int, frame: FrameType | None) -> None:
         """Record a stop signal; wait() then sends it to every node."""
         self.stop_signals.add(number)
-        self.stop_deadline = min(self.stop_deadline, time.monotonic() + STOP_GRACE_S)
+        self.stop_deadline = min(self.stop_deadline, time.monotonic() + self.stop_grace_s)
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
         """Record Ctrl-C, or the end of the terminal; wait() then ends everything."""
@@ -301,7 +302,7 @@ class LocalJob:
             return 128 + self.interrupted_by
         if not failed:
             if any(self.has_failed(node) for node in self.nodes):
-                print(f"error: still running {STOP_GRACE_S:.0f} s after the signal; killed", file=sys.stderr)
+                print(f"error: still running {self.stop_grace_s:.0f} s after the signal; killed", file=sys.stderr)
                 return 1
             name = signal.Signals(max(self.stop_signals)).name if self.stop_signals else ""
             if all(node.returncode < 0 for node in self.nodes):  # they had no handlers yet, and printed nothing
@@ -474,6 +475,9 @@ def run_job(args: Namespace, shares: list[list[str]], processes: int, elastic: t
             words = f"NAME={Path(os.environ['RUN_DIR']).name} RESUME=auto"
         address = networks[-1][1] if networks else "127.0.0.1"
         job = ElasticJob(*elastic, address, f"to resume: the same command with {words}")
+    if not script.is_set():  # a recipe ends its step first, and ends by itself if a rank waits for --timeout-s
+        with contextlib.suppress(ValueError):  # the recipe refuses it
+            job.stop_grace_s += 2 * float(read_option("--timeout-s", "300", args.options))
     job.handle_signals()
     with temporary_folder() as scratch:  # killed nodes leave files there
         for node in range(nodes):

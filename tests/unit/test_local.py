@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from argparse import Namespace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -56,6 +57,21 @@ def test_lines_that_look_like_refusals_are_printed_when_a_job_is_stopped(monkeyp
     wait_until(lambda: job.refusals, 20, "the line")
     getattr(job, stop)(signal.SIGINT, None)
     assert (job.wait(), capsys.readouterr().err) == (status, f"[node 1] error: a disk is slow\n{last}\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "is_script", "expected"),
+    [([], False, 660), (["--timeout-s", "20"], False, 100), (["--timeout-s=soon"], False, 60), ([], True, 60)],
+)
+def test_a_recipe_may_end_its_step_after_a_stop_signal(monkeypatch, options, is_script, expected):
+    """A step of many passes takes longer than a minute; if a rank hangs, the recipe ends by itself."""
+    graces = []
+    monkeypatch.setattr(local.script, "is_set", lambda: is_script)
+    monkeypatch.setattr(local.LocalJob, "handle_signals", lambda job: None)
+    monkeypatch.setattr(local.LocalJob, "start", lambda *_: None)
+    monkeypatch.setattr(local.LocalJob, "wait", lambda job: graces.append(job.stop_grace_s))
+    local.run_job(Namespace(recipe="ddp", networks="", options=options), [[]], 1, None)
+    assert graces == [expected]
 
 
 def test_an_output_that_cannot_be_written_is_one_line():
