@@ -70,7 +70,7 @@ STDLIB = sysconfig.get_path("stdlib")
 def is_own(path: Path) -> bool:
     """Return whether a file of code is the user's: not a recipe's, Python's or a package's."""
     is_package = bool({"site-packages", "dist-packages"} & set(path.parts))
-    return not (is_package or path.is_relative_to(STDLIB) or path.is_relative_to(Path(__file__).parent))
+    return not (is_package or path.is_relative_to(STDLIB) or path.is_relative_to(Path(__file__).parents[1]))
 
 
 def import_user_code(flag: str, text: str) -> Callable[..., Any]:

@@ -157,6 +157,7 @@ def build_shards(
         if not is_meta(parameter):  # made from a real tensor, such as 0.02 * torch.randn(...)
             shards[name] = mode.keep(parameter.detach())
             made_of_numbers[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            vars(made_of_numbers[parameter]).update(vars(parameter))
         elif storage(parameter) in mode.kept and is_whole(parameter):
             shards[name], _ = mode.kept[storage(parameter)]
         else:

@@ -40,13 +40,16 @@ from recipes.common.options import Options, check_processes, is_user_code, optio
 from recipes.common.parallel.buckets import FIX_MISSING, Named, check_frozen, frozen, missing_gradients, trained
 from recipes.common.parallel.groups import grid_mesh
 from recipes.common.parallel.sharding import (
+    check_gradient_hooks,
     check_sharded_state,
     gather_state,
+    kept_attributes,
     own_shards,
     own_state,
     precision,
     read_shards,
     update,
+    watch_frozen,
     write_shards,
 )
 from recipes.common.process.entry import run_main
@@ -163,22 +166,13 @@ def copy_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     return tree_map_only(Tensor, lambda x: x.clone() if x.requires_grad and x._base is not None else x, output)
 
 
-def watch_frozen(module: nn.Module, args: FSDPOptions, names: Mapping[nn.Parameter, str]) -> None:
-    """Make a block raise as check_frozen() if it thaws its gathered weights, whose gradients FSDP would drop."""
-    if found := [(name, names[parameter]) for name, parameter in frozen(module)]:
-
-        def check(module: nn.Module, *_: Any) -> None:
-            check_frozen([(path, module.get_parameter(name)) for name, path in found])
-
-        module.register_forward_hook(torch.compiler.disable(check) if args.compile else check)
-
-
 def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
     """Shard the model in place, block by block; return it."""
     if args.cpu_offload and world.device.type == "cpu":
         raise UserError("--cpu-offload: shards are in main memory already on a CPU; drop it")
     checkpoint_blocks(model, args)
     check_rows(model, args)
+    check_gradient_hooks(model, args)
     mesh = build_mesh(args, world)
     settings: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": args.reshard_after_forward}
     if args.cpu_offload:
@@ -324,9 +318,10 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
             set_groups(model, args, world)
         parts = world.world_size * args.accumulate_steps
         run_on_all_ranks(lambda: check_parts(model, args, parts, data), world)
-        module = wrap(model, args, world)
-        if not why_whole:
-            materialise(model, shards, torch.device("cpu") if args.cpu_offload else world.device)
+        with kept_attributes(model):
+            module = wrap(model, args, world)
+            if not why_whole:
+                materialise(model, shards, torch.device("cpu") if args.cpu_offload else world.device)
         # FSDP: each rank sends whether its check_fit() saw the model without weights.
         needs_check = is_user_code(args.model) and not args.compile
         needs_check = needs_check and any(world.gather_objects(not why_whole))

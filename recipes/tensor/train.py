@@ -98,10 +98,13 @@ def wrap(model: nn.Module, data: Data, args: TensorOptions, world: World, mesh: 
 
 def shard_over_replicas(model: nn.Module, args: TensorOptions, dp: DeviceMesh) -> None:
     """Shard what each rank of a replica holds over the replicas, block by block."""
+    sharding.check_gradient_hooks(model, args)
     policy = sharding.precision(args)
+    names = {parameter: name for name, parameter in model.named_parameters()}
     for block in blocks(model):
         if not any(True for _ in block.parameters()):
             continue
+        sharding.watch_frozen(block, args, names)
         if args.compile:
             block.compile(mode=args.compile_mode)
         # Tensor: with --fully-shard, each of D replicas keeps 1/D of the rows of a rank's shard. An all-gather
@@ -192,7 +195,7 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
     # ranks with the same shards).
     mesh = grid_mesh(args, world, args.tensor_parallel, ("dp", "tp"))
     tp, dp = mesh["tp"], mesh["dp"]
-    with world.watch("model", computes=True):
+    with world.watch("model", computes=True), sharding.kept_attributes(model):
         packed = wrap(model, data, args, world, mesh)
     # Tensor: with --fully-shard, FSDP sums the gradients.
     everyone = cast(dist.ProcessGroup, dist.group.WORLD)

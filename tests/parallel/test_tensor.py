@@ -26,6 +26,7 @@ from scripts.plan.__main__ import make_plan
 from tests import observe
 from tests.conftest import refused, slow
 from tests.parallel.test_fsdp import allocated, note_bytes
+from tests.parallel.test_your_model import import_from
 from tests.support import TEXT_DIR, assert_same_training, losses, start_run, train
 
 STEPS = ("--max-steps", "4", "--checkpoint-every", "2", "--clip-grad-norm", "1")
@@ -361,6 +362,61 @@ def test_bf16_stays_close(tmp_path, world_size, switches):
 def test_refusals(tmp_path, world_size, argv, message):
     outcome = start_run("tensor", tmp_path, world_size, "--device", "cpu", *argv).wait(60)
     assert outcome.refusal.startswith(f"error: {message}")
+
+
+CHANGED = """
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from recipes.common.models.gpt import GPT
+
+
+def same(data, act=None):
+    model = GPT(data.num_classes, 16, 2, 4)
+    model.blocks[0].requires_grad_(False)
+    model.blocks[1].mlp[1] = act or model.blocks[1].mlp[1]
+    return model
+
+
+def masked(data):
+    model = same(data)
+    model.blocks[1].mlp[0].weight.register_hook(lambda gradient: gradient * 0.5)
+    return model
+
+
+def normalised(data):
+    model = same(data)
+    weight_norm(model.blocks[1].mlp[0])
+    return model
+
+
+softmax = lambda data: same(data, nn.Softmax(-1))
+slope = lambda data: same(data, nn.PReLU())
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("same", ""),
+        ("softmax", ": split by its plan, it returns other values than whole"),
+        ("slope", ": split by its plan, it has another gradient of blocks.1.mlp.1.weight than whole"),
+        *slow(("masked", ": split by its plan, it has another gradient of blocks.1.mlp.0.weight than whole")),
+        ("normalised", ": split by its plan, it fails: KeyError: "),
+    ],
+)
+@pytest.mark.parametrize("switches", [(), *slow(((SEQUENCE, LOSS),))])
+def test_a_model_that_its_plan_does_not_fit_is_refused(tmp_path, model, message, switches):
+    """An own model of a class with a plan may have other layers: their sums would be of a rank's part."""
+    (tmp_path / "changed.py").write_text(CHANGED)
+    argv = ("--device", "cpu", *GPT, "--model", f"changed:{model}", "--max-steps", "1", *switches)
+    setup = functools.partial(import_from, tmp_path)
+    outcome = start_run("tensor", tmp_path, 2, *argv, setup=setup).wait(60, check=not message)
+    if message:
+        assert outcome.refusal.startswith(f"error: --model changed:{model}{message}")
+        assert outcome.refusal.endswith(
+            "; leave the layers as their class has made them, or use --tensor-parallel 1"
+        )
 
 
 @pytest.mark.parametrize("earlier", ["pass", "step", None])

@@ -49,14 +49,23 @@ def build_user_model(args: Options, data: Data) -> nn.Module:
             # An expanded buffer has less memory than numbers: a broadcast would write beyond it, a resume fail.
             if not is_lazy(buffer):
                 module._buffers[name] = buffer.contiguous()
+    vars(model)["gradient_hooks"] = [
+        name for name, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks
+    ]
     return model
 
 
 def check_memory(model: nn.Module, args: Options) -> None:
-    """Raise UserError if a parameter or buffer is on the meta device, and so has no values to train."""
+    """Raise UserError if a parameter or buffer has no values to train, or a parameter's values share memory."""
     named = itertools.chain(model.named_parameters(), model.named_buffers())
     if empty := [name for name, tensor in named if tensor.is_meta]:
         raise UserError(f"--model {args.model}: {empty[0]} is on the meta device; return a model with its weights")
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter) or not parameter.numel():
+            continue
+        if parameter.untyped_storage().nbytes() < parameter.nbytes:
+            what = f"several values of {name} are one number in memory, as expand() makes them, and no step can"
+            raise UserError(f"--model {args.model}: {what} change that; clone() it")
 
 
 Check = Callable[[nn.Module, Options, Data], None]

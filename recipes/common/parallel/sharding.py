@@ -5,9 +5,10 @@ Recipes whose ranks hold whole weights import none of this.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -24,6 +25,7 @@ from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.optim import AMP_DTYPES, optimizer_state
 from recipes.common.options import Options
+from recipes.common.parallel.buckets import check_frozen, frozen
 from recipes.common.world.peers import Peers
 from recipes.common.world.tree import Slot
 
@@ -119,6 +121,32 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
             norm = gather_whole(DTensor.from_local(norm**2, mesh, sums, run_check=False)).sqrt()
         norms.append(norm)
     return nn.utils.get_total_norm(norms)
+
+
+@contextlib.contextmanager
+def kept_attributes(model: nn.Module) -> Iterator[None]:
+    """Give the parameters that replace the model's in this block their attributes: an optimizer may read them."""
+    own = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
+    yield
+    for name, parameter in model.named_parameters():
+        vars(parameter).update(own.get(name, {}))
+
+
+def check_gradient_hooks(model: nn.Module, args: Options) -> None:
+    """Raise UserError if a hook on a parameter's gradient would be lost with the parameter."""
+    if hooked := getattr(model, "gradient_hooks", None):
+        what = f"--model {args.model}: {hooked[0]} has a gradient hook, and FSDP replaces parameters by shards"
+        raise UserError(f"{what}; let a hook of the module do its work, or use RECIPE=ddp")
+
+
+def watch_frozen(module: nn.Module, args: Options, names: Mapping[nn.Parameter, str]) -> None:
+    """Make a block raise as check_frozen() if it thaws its gathered weights, whose gradients FSDP would drop."""
+    if found := [(name, names[parameter]) for name, parameter in frozen(module)]:
+
+        def check(module: nn.Module, *_: Any) -> None:
+            check_frozen([(path, module.get_parameter(name)) for name, path in found])
+
+        module.register_forward_hook(torch.compiler.disable(check) if args.compile else check)
 
 
 def gather_whole(tensor: Tensor) -> Tensor:
