@@ -22,7 +22,7 @@ from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models.models import build_model
-from recipes.common.models.rank_dependence import warnings_after_passes, warnings_before_training
+from recipes.common.models.rank_dependence import buffer_digests, warnings_after_passes, warnings_before_training
 from recipes.common.optim import Clip, autocast, learning_rate, optimizer_step, set_learning_rate
 from recipes.common.options import Options, check_batch, is_user_code
 from recipes.common.process.signals import FAIL, GO, STOP, Stop, vote_interval
@@ -273,6 +273,7 @@ def train_until_evaluation(job: Job, technique: Technique) -> int:
         finish_vote = job.begin_vote() if job.is_vote_due() else None
         seed_step(args.seed, position.step, job.draws_as, job.devices)
         job.guard.keep_buffers(technique.module.buffers(), job.scaler)
+        buffers_before = buffer_digests(job.model) if job.is_unseen_model else {}
         with peers.watch.mark("forward and backward"):
             loss_sum = run_passes(job, technique, inputs, targets)
         if finish_vote:
@@ -290,7 +291,7 @@ def train_until_evaluation(job: Job, technique: Technique) -> int:
             check_optimizer(job, technique)
         if job.is_unseen_model:
             job.is_unseen_model = False
-            for text in warnings_after_passes(job, compares_buffers=not technique.sync_buffers):
+            for text in warnings_after_passes(job, not technique.sync_buffers, buffers_before):
                 job.say(text)
         job.count_step()
         if job.is_log_due():

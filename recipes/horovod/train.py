@@ -160,6 +160,8 @@ def check_copy(optimizer: torch.optim.Optimizer, args: HorovodOptions) -> None:
         copy = make(optimizer.param_groups)
     except TypeError as error:
         raise UserError(f"{what} {error}; give these arguments defaults, or use RECIPE=ddp") from error
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise UserError(f"{what} drops the hooks of its step; let step() do their work, or use RECIPE=ddp")
     for name, value in vars(optimizer).items():
         if isinstance(value, bool | int | float | str) and (there := getattr(copy, name, None)) != value:
             raise UserError(

@@ -16,6 +16,7 @@ from recipes.common.errors import UserError
 from recipes.common.models.layers import layers
 from recipes.common.optim import autocast, optimizer_state
 from recipes.common.options import Options
+from recipes.common.world.peers import Peers
 from recipes.common.world.tree import map_tree
 
 REPEATS = 3
@@ -195,6 +196,24 @@ def stages_of(model: nn.Module, parts: Sequence[Part], stages: int) -> dict[nn.P
         for parameter in (p for name in part.names for p in named[name].parameters()):
             owners[parameter].add(number % stages)
     return owners
+
+
+def check_groups_agree(args: Options, optimizer: torch.optim.Optimizer, peers: Peers) -> None:
+    """Raise UserError if a step has left stages other values in the optimizer's groups; call it on all ranks.
+
+    Each stage has only its own gradients. An optimizer that computes one value from all would need the others'.
+    """
+    own = [
+        {name: str((torch.is_tensor(x) and x.tolist()) or x) for name, x in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    # Pipeline: each rank sends its groups' values, some hundred bytes, once.
+    with peers.watch("agreement"):
+        first, *others = peers.gather_objects(own)
+    for group, there in itertools.chain.from_iterable(zip(first, each, strict=True) for each in others):
+        if name := next((name for name in {**group, **there} if group.get(name) != there.get(name)), None):
+            what = f"--optimizer {args.optimizer}: a step leaves another {name} of a group on each stage"
+            raise UserError(f"{what}, which has only its own gradients; use another recipe, such as ddp or fsdp")
 
 
 def state_of(modules: Sequence[PartModule], model: nn.Module, optimizer: torch.optim.Optimizer) -> State:

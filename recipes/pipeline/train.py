@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recipes.common.data import Data
+from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Check, Content, Technique, begin_run, train_epochs
 from recipes.common.models.batchnorm import check_groups, check_parts, group_batch_norm
@@ -115,6 +116,8 @@ def update(owners: dict[nn.Parameter, set[int]], world: Grid, job: Job, check: C
         nn.utils.clip_grads_with_norm_(own, job.args.clip_grad_norm, squares.sqrt())
     if check([p.grad for p in own if p.grad is not None]):
         job.optimizer.step()
+    if job.is_unseen_optimizer:
+        partition.check_groups_agree(job.args, job.optimizer, world)
     job.optimizer.zero_grad()
 
 
@@ -135,6 +138,8 @@ def gather_state(pipeline: Pipeline, world: Grid, job: Job) -> Content | None:
     # Each stage checks only its own gradients, so rank 0 may not know of the error. Other errors spoil no weights.
     error = job.stop.error
     raise_on_all_ranks(error if isinstance(error, NonFiniteError) else None, world)
+    if is_user_code(job.args.optimizer):
+        partition.check_groups_agree(job.args, job.optimizer, world)
     # Pipeline: rank 0 gathers weights and optimizer state from the stages of replica 0, with momentum twice the
     # model's bytes. DDP: the other replicas hold the same, and send nothing.
     own = None if world.replica else partition.state_of(pipeline.modules, job.model, job.optimizer)
@@ -164,8 +169,15 @@ def train(args: PipelineOptions, world: World, stop: Stop) -> None:
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
         """Accumulate the gradients of one pass; return this rank's part of the loss."""
-        with world.watch("gradients", computes=True):
-            return pipeline.forward_backward(inputs, targets, exchange=is_last) / grid.replicas
+        try:
+            with world.watch("gradients", computes=True):
+                return pipeline.forward_backward(inputs, targets, exchange=is_last) / grid.replicas
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in f"{error} {error.__cause__}":
+                raise
+            what = "a layer changes in place, perhaps a buffer, what the backward of an earlier microbatch needs"
+            fix = "let it make a new tensor, or use RECIPE=ddp"
+            raise UserError(f"--model {args.model}: {what}; {fix}", on_one_rank=True) from error
 
     build = RankPipeline if args.split == "ranks" else InProcessPipeline
     with world.watch("model", computes=True):

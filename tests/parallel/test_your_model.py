@@ -160,6 +160,28 @@ class LateTimed(LateRows):
         if self.steps == 3:
             self.param_groups[0]["clock"] = time.time
 
+class Scaling(torch.optim.SGD):
+    "Scales its rate by the norm of all gradients, as D-adaptation does."
+    def step(self, closure=None):
+        group = self.param_groups[0]
+        group["norm"] = sum(float(p.grad.norm()) for p in group["params"] if p.grad is not None)
+        group["lr"] *= group["norm"]
+        return super().step(closure)
+
+class ByAttribute(torch.optim.SGD):
+    "Scales the gradients of the parameters that have an attribute."
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad *= getattr(parameter, "scale", 1.0)
+        return super().step(closure)
+
+def step_hook(named_parameters, lr, weight_decay):
+    optimizer = torch.optim.SGD([p for _, p in named_parameters], lr)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+scaling = lambda named_parameters, lr, weight_decay: Scaling([p for _, p in named_parameters], lr)
+by_attribute = lambda named_parameters, lr, weight_decay: ByAttribute([p for _, p in named_parameters], lr)
 late_rows = lambda named_parameters, lr, weight_decay: LateRows([p for _, p in named_parameters], lr)
 late_timed = lambda named_parameters, lr, weight_decay: LateTimed([p for _, p in named_parameters], lr)
 scaled = lambda named_parameters, lr, weight_decay: Scaled([p for _, p in named_parameters], lr, scale=20.0)
@@ -380,6 +402,31 @@ class Unrepeatable(nn.Module):
     def forward(self, inputs):
         return Puts.apply(inputs)
 
+class Averaged(nn.Linear):
+    "Adds its mean weights of the last passes, which it keeps in place or in a new tensor."
+    def __init__(self, in_place):
+        super().__init__(8, 8)
+        self.in_place = in_place
+        self.register_buffer("mean", torch.zeros(8, 8))
+    def forward(self, inputs):
+        if self.training:
+            mean = self.mean if self.in_place else self.mean.clone()
+            self.mean = mean.lerp_(self.weight.detach(), 0.5)
+        return super().forward(inputs) + inputs @ self.mean
+
+def averaged(in_place):
+    return nn.Sequential(nn.Linear(2, 8), Averaged(in_place), nn.ReLU(), nn.Linear(8, 16), nn.Linear(16, 3))
+
+def hooked(data):
+    model = net(data)
+    model[2].weight.register_hook(lambda gradient: gradient / 2)
+    return model
+
+def with_attribute(data):
+    model = net(data)
+    model[2].weight.scale = 0.1
+    return model
+
 class Leaves(TwoToThree):
     "On the last rank, it ends the process as if all were well."
     def forward(self, inputs):
@@ -387,6 +434,8 @@ class Leaves(TwoToThree):
             raise SystemExit(0)
         return super().forward(inputs)
 
+averaged_in_place, averaged_anew = lambda data: averaged(True), lambda data: averaged(False)
+expanded = lambda data: nn.ParameterDict({"one": nn.Parameter(torch.zeros(1).expand(3))})
 breaks = lambda: {"train": Breaks(), "test": Breaks(), "target": "class", "num_classes": 3}
 unlabelled = lambda: {**breaks(), "train": Unlabelled()}
 line = lambda data: nn.Sequential(nn.Linear(2, 8), nn.Linear(8, 1))
@@ -469,6 +518,12 @@ def test_an_own_optimizer_sees_whole_parameters_where_ranks_hold_shards(run, sta
     assert losses(tmp_path / "run") == pytest.approx(losses(run("single", 1, *options)), rel=1e-5)
 
 
+def test_shards_keep_the_attributes_of_parameters_that_an_own_optimizer_reads(run):
+    options = (*SPIRALS, "--model", "mine:with_attribute", "--optimizer", "mine:by_attribute", "--max-steps", "5")
+    path, single = run("fsdp", 2, *options), run("single", 1, *options)
+    assert losses(path) == pytest.approx(losses(single), rel=1e-5)
+
+
 ALONE = r"rank 1: --optimizer mine:fails_on_rank_1 failed: KeyError: '1' \(.*\); fix it .*"
 
 
@@ -485,6 +540,16 @@ ALONE = r"rank 1: --optimizer mine:fails_on_rank_1 failed: KeyError: '1' \(.*\);
             "horovod",
             "scaled",
             "--optimizer mine:scaled: Horovod builds it from its groups alone, and scale is then 1.0, not 20.*",
+        ),
+        (
+            "horovod",
+            "step_hook",
+            "--optimizer mine:step_hook: Horovod builds it from its groups alone, and drops the hooks of its .*",
+        ),
+        (
+            "pipeline",
+            "scaling",
+            "--optimizer mine:scaling: a step leaves another (norm|lr) of a group on each stage, which has .*",
         ),
         (
             "fsdp",
@@ -652,6 +717,66 @@ def test_an_embedding_that_scales_its_rows_is_warned_of(start, recipe, world_siz
     outcome = start(recipe, world_size, *argv).wait(check=True)
     warning = "warning: 0 has max_norm, by which each rank scales the rows of its own samples, so losses depend on"
     assert outcome.text.count(warning) == (replicas > 1)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world_size", "argv", "count"),
+    [
+        ("pipeline", 2, ("--num-microbatches", "2"), 1),
+        ("single", 1, ("--accumulate-steps", "2"), 1),
+        ("single", 1, (), 0),
+    ],
+)
+def test_a_buffer_that_each_pass_changes_is_warned_of(start, recipe, world_size, argv, count):
+    """Spectral norm's vectors, too: a step of several passes changes it several times."""
+    argv = (*SPIRALS, "--model", "mine:averaged_anew", "--max-steps", "2", *argv)
+    outcome = start(recipe, world_size, *argv).wait(check=True)
+    warning = (
+        "warning: each of a step's 2 passes changes your model's buffer 1.mean, so losses depend on the number"
+    )
+    assert outcome.text.count(warning) == count
+
+
+def test_a_buffer_that_a_microbatch_needs_is_not_changed_in_place(start):
+    outcome = start("pipeline", 2, *SPIRALS, "--model", "mine:averaged_in_place", "--num-microbatches", "2").wait(
+        60
+    )
+    what = "a layer changes in place, perhaps a buffer, what the backward of an earlier microbatch needs"
+    line = f"error: --model mine:averaged_in_place: {what}; let it make a new tensor, or use RECIPE=ddp"
+    assert line in outcome.errors, outcome.text
+    assert "Traceback" not in outcome.text
+
+
+@pytest.mark.parametrize(
+    ("recipe", "argv", "refusal"),
+    [
+        ("ddp", (), ""),
+        (
+            "fsdp",
+            (),
+            "2.weight has a gradient hook, and FSDP replaces parameters by shards; let a hook of the module",
+        ),
+        *slow(
+            ("apex", ("--opt-level", "O2"), "2.weight of --model mine:hooked has a gradient hook, and its half")
+        ),
+    ],
+)
+def test_a_gradient_hook_is_warned_of_or_refused(run, start, recipe, argv, refusal):
+    """A rank has the gradient of its part of the batch: a hook that clips would clip another one."""
+    argv = (*SPIRALS, "--model", "mine:hooked", "--max-steps", "3", *argv)
+    outcome = start(recipe, 2, *argv).wait()
+    if refusal:
+        assert refusal in outcome.refusal
+        return
+    warning = "warning: the gradient hook of 2.weight gets the gradient of each of 2 parts of the batch, so losses"
+    assert outcome.text.count(warning) == 1
+    assert not any(outcome.statuses), outcome.text
+
+
+def test_a_parameter_whose_values_are_one_number_is_refused(start):
+    line = start("single", 1, "--data", "mine:spirals", "--model", "mine:expanded").wait().refusal
+    what = "several values of one are one number in memory, as expand() makes them, and no step can change that"
+    assert line == f"error: --model mine:expanded: {what}; clone() it"
 
 
 @pytest.mark.parametrize(

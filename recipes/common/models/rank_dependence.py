@@ -34,6 +34,11 @@ def warnings_before_training(job: Job) -> Iterator[str]:
     if mixes_samples:
         what = "your model's output for a sample depends on the other samples of its batch"
         yield f"warning: {what}, so losses and metrics depend on the number of processes"
+    if job.batch_parts > 1 and (hooked := getattr(model, "gradient_hooks", None)):
+        what = (
+            f"the gradient hook of {hooked[0]} gets the gradient of each of {job.batch_parts} parts of the batch"
+        )
+        yield f"warning: {what}, so losses depend on the number of processes unless the hook is linear"
     if job.peers.world_size * len(job.devices) > 1:
         yield dropout_warning(model)
     if job.replicas > 1 and is_user_code(job.args.model):
@@ -63,14 +68,20 @@ def max_norm_warning(model: nn.Module) -> str:
     return ""
 
 
-def warnings_after_passes(job: Job, compares_buffers: bool) -> Iterator[str]:
+def warnings_after_passes(job: Job, compares_buffers: bool, buffers_before: dict[str, str]) -> Iterator[str]:
     """Yield what a step's passes through a user's model show; call it on all ranks, before the step is counted.
+
+    `buffers_before` is what buffer_digests() returned before the step.
 
     Raises UserError as check_state_stays(), on all ranks.
     """
     from recipes.common.user_code import check_state_stays
 
     run_on_all_ranks(lambda: check_state_stays(job.args, job.model, job.state_shapes), job.peers)
+    passes = job.batch_parts // job.replicas
+    if passes > 1 and (name := find_changed_buffer(job.model, buffers_before, job.peers)):
+        what = f"each of a step's {passes} passes changes your model's buffer {name}"
+        yield f"warning: {what}, so losses depend on the number of passes"
     if job.peers.world_size * len(job.devices) == 1:
         return
     if not dropout_warning(job.model):
@@ -99,14 +110,27 @@ def has_drawn(job: Job) -> bool:
     return drawn != states()
 
 
-def find_own_buffer(model: nn.Module, peers: Peers) -> str:
-    """Return the name of a buffer that differs between ranks, or ""; batch norm's have a warning of their own."""
+def buffer_digests(model: nn.Module) -> dict[str, str]:
+    """Return a digest of each buffer by its name, without batch norm's, which have a warning of their own."""
     owners = {name: module for name, module in model.named_modules() if not isinstance(module, _BatchNorm)}
-    own = {
+    return {
         f"{path}.{name}".lstrip("."): f"{tuple(buffer.shape)} {digest(buffer)}"
         for path, module in owners.items()
         for name, buffer in module.named_buffers(recurse=False)
     }
+
+
+def find_changed_buffer(model: nn.Module, before: dict[str, str], peers: Peers) -> str:
+    """Return the name of a buffer that a step's passes have changed on some rank, or ""; call it on all ranks."""
+    changed = min((name for name, _ in buffer_digests(model).items() ^ before.items()), default="")
+    # Buffers: each rank sends a name, once.
+    with peers.watch("agreement"):
+        return max(peers.gather_objects(changed))
+
+
+def find_own_buffer(model: nn.Module, peers: Peers) -> str:
+    """Return the name of a buffer that differs between ranks, or ""."""
+    own = buffer_digests(model)
     # Buffers: each rank sends a digest of each of its buffers, once.
     with peers.watch("agreement"):
         gathered = peers.gather_objects(own)
