@@ -154,7 +154,9 @@ def build_shards(
     unknown = [name for name, buffer in model.named_buffers() if is_meta(buffer)]
     made_of_numbers: dict[Tensor, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
-        if not is_meta(parameter):  # made from a real tensor, such as 0.02 * torch.randn(...)
+        if not is_meta(parameter) and not is_whole(parameter):  # perhaps two in the same memory
+            unknown.append(name)
+        elif not is_meta(parameter):  # made from a real tensor, such as 0.02 * torch.randn(...)
             shards[name] = mode.keep(parameter.detach())
             made_of_numbers[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
             vars(made_of_numbers[parameter]).update(vars(parameter))

@@ -40,13 +40,13 @@ from recipes.common.options import Options, check_processes, is_user_code, optio
 from recipes.common.parallel.buckets import FIX_MISSING, Named, check_frozen, frozen, missing_gradients, trained
 from recipes.common.parallel.groups import grid_mesh
 from recipes.common.parallel.sharding import (
-    check_gradient_hooks,
     check_sharded_state,
     gather_state,
     kept_attributes,
     own_shards,
     own_state,
     precision,
+    prepare_parameters,
     read_shards,
     update,
     watch_frozen,
@@ -143,15 +143,8 @@ def check_dtypes(block: nn.Module, args: FSDPOptions, names: Mapping[nn.Paramete
             raise UserError(f"--model {args.model}: {what}, and {why}; use one dtype, or RECIPE=ddp")
 
 
-def check_rows(model: nn.Module, args: FSDPOptions) -> None:
-    """Raise UserError if a parameter has no rows to shard, or a module has no hooks."""
-    for name, parameter in model.named_parameters():
-        if not parameter.ndim or not parameter.numel():
-            kind, fix = "empty", "leave it out"
-            if not parameter.ndim:
-                kind, fix = "a single number", "give it the shape (1,)"
-            what = f"--model {args.model}: the parameter {name} is {kind}, without rows to shard"
-            raise UserError(f"{what}; {fix}, or use RECIPE=ddp")
+def check_script(model: nn.Module, args: FSDPOptions) -> None:
+    """Raise UserError if a module has no hooks."""
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         what = f"--model {args.model}: TorchScript has no hooks, in which FSDP gathers weights"
         raise UserError(f"{what}; return the module itself, or use RECIPE=ddp")
@@ -171,8 +164,12 @@ def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
     if args.cpu_offload and world.device.type == "cpu":
         raise UserError("--cpu-offload: shards are in main memory already on a CPU; drop it")
     checkpoint_blocks(model, args)
-    check_rows(model, args)
-    check_gradient_hooks(model, args)
+    check_script(model, args)
+    if is_user_code(args.model):
+        from recipes.common.models.user_model import check_shared_memory
+
+        check_shared_memory(model, args)
+    prepare_parameters(model, args)
     mesh = build_mesh(args, world)
     settings: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": args.reshard_after_forward}
     if args.cpu_offload:
@@ -331,6 +328,11 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
 
     same_blocks, check_gradients = SameBlocks(model, args, world), SameGradients(trained(model), job)
     frozen_parameters = frozen(model)
+    used_blocks = None
+    if is_user_code(args.model):
+        from recipes.fsdp.used_blocks import UsedBlocks
+
+        used_blocks = UsedBlocks(model, args, world)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
         """Accumulate the gradients of one pass; return this rank's part of the loss."""
@@ -341,6 +343,8 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
             with same_blocks.checked():
                 output = model(inputs)
             loss = job.loss(output, targets)
+            if used_blocks and is_last:
+                used_blocks.check(loss)
             # FSDP: gradients are averaged over the ranks; this factor makes the result the global batch's mean.
             (loss * world.world_size).backward()
         if is_last:

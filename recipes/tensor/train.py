@@ -85,8 +85,10 @@ def wrap(model: nn.Module, data: Data, args: TensorOptions, world: World, mesh: 
     tp = mesh["tp"]
     split = partial(parallelize, model, args.model, tp, args.sequence_parallel, args.loss_parallel)
     if is_user_code(args.model) and tp.size() > 1:
+        from recipes.common.models.user_model import check_shared_memory
         from recipes.tensor.user_plan import split_user_model
 
+        run_on_all_ranks(lambda: check_shared_memory(model, args), world)
         split = partial(split_user_model, model, data, args, world.device, tp.size(), split)
     packed = run_on_all_ranks(split, world)
     if args.fully_shard:
@@ -98,7 +100,7 @@ def wrap(model: nn.Module, data: Data, args: TensorOptions, world: World, mesh: 
 
 def shard_over_replicas(model: nn.Module, args: TensorOptions, dp: DeviceMesh) -> None:
     """Shard what each rank of a replica holds over the replicas, block by block."""
-    sharding.check_gradient_hooks(model, args)
+    sharding.prepare_parameters(model, args)
     policy = sharding.precision(args)
     names = {parameter: name for name, parameter in model.named_parameters()}
     for block in blocks(model):

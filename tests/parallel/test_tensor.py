@@ -390,6 +390,20 @@ def normalised(data):
     return model
 
 
+class Thaws(nn.GELU):
+    def forward(self, inputs):
+        if self.training:
+            self.block[0].norm1.weight.requires_grad_()
+        return super().forward(inputs)
+
+
+def thaws(data):
+    model = same(data)
+    model.blocks[0].mlp[1] = Thaws()
+    model.blocks[0].mlp[1].block = [model.blocks[0]]
+    return model
+
+
 softmax = lambda data: same(data, nn.Softmax(-1))
 slope = lambda data: same(data, nn.PReLU())
 """
@@ -417,6 +431,16 @@ def test_a_model_that_its_plan_does_not_fit_is_refused(tmp_path, model, message,
         assert outcome.refusal.endswith(
             "; leave the layers as their class has made them, or use --tensor-parallel 1"
         )
+
+
+def test_a_block_of_shards_that_thaws_its_gathered_weights_is_refused(tmp_path):
+    """FSDP would drop their gradients."""
+    (tmp_path / "changed.py").write_text(CHANGED)
+    argv = ("--device", "cpu", *GPT, "--model", "changed:thaws", "--max-steps", "2", FULL)
+    outcome = start_run("tensor", tmp_path, 2, *argv, setup=functools.partial(import_from, tmp_path)).wait(60)
+    what = "training has set requires_grad of blocks.0.norm1.weight, whose gradient the ranks do not exchange"
+    assert set(outcome.statuses) == {2}, outcome.text
+    assert {line.startswith(f"error: {what}; ") for line in outcome.errors} == {True}, outcome.text
 
 
 @pytest.mark.parametrize("earlier", ["pass", "step", None])

@@ -132,11 +132,24 @@ def kept_attributes(model: nn.Module) -> Iterator[None]:
         vars(parameter).update(own.get(name, {}))
 
 
-def check_gradient_hooks(model: nn.Module, args: Options) -> None:
-    """Raise UserError if a hook on a parameter's gradient would be lost with the parameter."""
+def prepare_parameters(model: nn.Module, args: Options) -> None:
+    """Make the parameters contiguous, whose rows FSDP shards.
+
+    Raises UserError if a parameter has no rows, or a hook on its gradient would be lost with the parameter.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.ndim or not parameter.numel():
+            kind, fix = "empty", "leave it out"
+            if not parameter.ndim:
+                kind, fix = "a single number", "give it the shape (1,)"
+            what = f"--model {args.model}: the parameter {name} is {kind}, without rows to shard"
+            raise UserError(f"{what}; {fix}, or use RECIPE=ddp")
     if hooked := getattr(model, "gradient_hooks", None):
         what = f"--model {args.model}: {hooked[0]} has a gradient hook, and FSDP replaces parameters by shards"
         raise UserError(f"{what}; let a hook of the module do its work, or use RECIPE=ddp")
+    for parameter in model.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
 
 
 def watch_frozen(module: nn.Module, args: Options, names: Mapping[nn.Parameter, str]) -> None:
