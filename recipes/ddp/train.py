@@ -106,6 +106,10 @@ def prepare(args: DDPOptions, recipe: str, world: World, stop: Stop) -> tuple[Jo
     if args.zero:
         from recipes.ddp.zero import consolidate, shard_optimizer  # the import takes 0.7 s: only with --zero
 
+        if is_user_code(args.model):
+            from recipes.common.models.user_model import check_shared_memory
+
+            check_shared_memory(model, args)
         optimizer = shard_optimizer(args, model.parameters())
         gather = partial(consolidate, optimizer, world)
     else:

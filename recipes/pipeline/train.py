@@ -53,8 +53,9 @@ def build_sequence(args: PipelineOptions, data: Data, device: torch.device) -> n
     """Return --model on the CPU; raises UserError as build_model(), or if it is more than a sequence of layers."""
     model = build_model(args, data, device)
     if is_user_code(args.model):
-        from recipes.common.models.user_model import check_input, check_on, check_sequence
+        from recipes.common.models.user_model import check_input, check_on, check_sequence, check_shared_memory
 
+        check_shared_memory(model, args)
         check_on(device, check_sequence, model, args, data)
         check_on(device, check_input, model, args, data)
     checkpoint_blocks(model, args)

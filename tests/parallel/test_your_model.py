@@ -417,6 +417,33 @@ class Averaged(nn.Linear):
 def averaged(in_place):
     return nn.Sequential(nn.Linear(2, 8), Averaged(in_place), nn.ReLU(), nn.Linear(8, 16), nn.Linear(16, 3))
 
+class Transposed(nn.Module):
+    "Two parameters in the same memory."
+    def __init__(self):
+        super().__init__()
+        weight = 0.3 * torch.randn(8, 8)
+        self.one, self.other = nn.Parameter(weight), nn.Parameter(weight.t())
+    def forward(self, inputs):
+        return (inputs @ self.one).tanh() @ self.other
+
+class Seldom(nn.Linear):
+    "With two ranks, the second one does not use this block from step FROM on. Its input has no gradient."
+    step = 0
+    def __init__(self, data):
+        super().__init__(2, 2)
+    def forward(self, inputs):
+        self.step += self.training
+        is_used = os.environ.get("RANK") == "0" or self.step < int(os.environ["FROM"])
+        return super().forward(inputs) if is_used or not self.training else inputs + 1
+
+seldom = lambda data: nn.Sequential(Seldom(data), nn.Linear(2, 8), nn.Linear(8, 3))
+transposed = lambda data: nn.Sequential(nn.Linear(2, 8), Transposed(), nn.Linear(8, 8), nn.Linear(8, 3))
+
+def turned(data):
+    model = net(data)
+    model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())
+    return model
+
 def hooked(data):
     model = net(data)
     model[2].weight.register_hook(lambda gradient: gradient / 2)
@@ -522,6 +549,13 @@ def test_shards_keep_the_attributes_of_parameters_that_an_own_optimizer_reads(ru
     options = (*SPIRALS, "--model", "mine:with_attribute", "--optimizer", "mine:by_attribute", "--max-steps", "5")
     path, single = run("fsdp", 2, *options), run("single", 1, *options)
     assert losses(path) == pytest.approx(losses(single), rel=1e-5)
+
+
+def test_parameters_that_are_not_contiguous_are_sharded(run):
+    options = (*SPIRALS, "--model", "mine:turned", "--max-steps", "5")
+    path, single = run("fsdp", 2, *options), run("single", 1, *options)
+    assert losses(path) == pytest.approx(losses(single), rel=1e-5)
+    assert largest_difference(weights(path), weights(single)) < 1e-5
 
 
 ALONE = r"rank 1: --optimizer mine:fails_on_rank_1 failed: KeyError: '1' \(.*\); fix it .*"
@@ -1017,6 +1051,26 @@ def test_a_rank_of_fsdp_that_runs_other_blocks_in_a_later_step_says_so(start, tm
     ]
     assert re.fullmatch(r"error: rank 0 on \S+ lost another rank: .*", outcome.outputs[0].splitlines()[-1])
     assert len(losses(tmp_path / "run")) == 2
+
+
+@pytest.mark.parametrize("begin", ["1", *slow("3")])
+def test_a_block_of_fsdp_that_one_rank_does_not_use_is_named(start, begin):
+    """Ranks would wait in different exchanges."""
+    outcome = start("fsdp", 2, "--data", "mine:spirals", "--model", "mine:seldom", FROM=begin).wait(60)
+    what = "the block 0 got gradients on some ranks or in some steps only, and FSDP sums them block by block"
+    assert outcome.statuses == [2 if begin == "1" else 1, 2], outcome.text
+    assert any(line.startswith(f"error: {what}; set requires_grad to ") for line in outcome.errors), outcome.text
+
+
+@pytest.mark.parametrize(("recipe", "argv"), [("ddp", ("--zero",)), ("fsdp", ()), ("pipeline", ()), ("ddp", ())])
+def test_two_parameters_in_the_same_memory_are_refused_where_they_would_be_copied(start, recipe, argv):
+    argv = ("--data", "mine:spirals", "--model", "mine:transposed", "--max-steps", "2", *argv)
+    outcome = start(recipe, 2, *argv).wait()
+    if recipe == "ddp" and "--zero" not in argv:
+        assert not any(outcome.statuses), outcome.text
+    else:
+        what = "1.one and 1.other are two parameters in the same memory; make one of them, and use its view in "
+        assert outcome.refusal.startswith(f"error: --model mine:transposed: {what}")
 
 
 BUFFERED = ("--data", "mine:spirals", "--model", "mine:buffered", "--max-steps", "2")

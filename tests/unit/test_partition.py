@@ -229,6 +229,19 @@ def test_a_sequence_with_a_hook_is_refused():
         check_sequence(model, options("mine:net"), data_of(1, 8))
 
 
+def test_a_sequence_with_a_backward_hook_is_refused():
+    """A pipeline runs its layers alone."""
+    inner = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    model = torch.nn.Sequential(inner, torch.nn.Linear(10, 10))
+    inner[1].register_full_backward_hook(lambda *_: None)
+    check_sequence(model, options("mine:net"), data_of(1, 8))
+    inner.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(
+        UserError, match="--model mine:net: a sequence has a backward hook, and a pipeline runs only"
+    ):
+        check_sequence(model, options("mine:net"), data_of(1, 8))
+
+
 def test_a_layer_with_statistics_or_on_two_devices_cannot_be_in_two_parts():
     args, linear, norm = options("mine:net"), torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)
     for again, has_devices, message in (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 
 from recipes.common.errors import UserError
@@ -36,6 +38,14 @@ def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
         inner = layers(child) if is_sequential(child) else [("", child)]
         sequence += [(f"{name}.{path}".removesuffix("."), module) for path, module in inner]
     return sequence
+
+
+def containers(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the model and the sequences in it that layers() takes apart."""
+    yield model
+    for child in model.children():
+        if is_sequential(child):
+            yield from containers(child)
 
 
 def is_sequential(module: nn.Module) -> bool:

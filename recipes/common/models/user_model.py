@@ -16,7 +16,7 @@ from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.language import LanguageModel
 from recipes.common.models.batchnorm import checked_rows
-from recipes.common.models.layers import is_sequential, layers
+from recipes.common.models.layers import containers, is_sequential, layers
 from recipes.common.optim import autocast
 from recipes.common.options import Options
 from recipes.common.task import Classification, Task, in_float
@@ -66,6 +66,34 @@ def check_memory(model: nn.Module, args: Options) -> None:
         if parameter.untyped_storage().nbytes() < parameter.nbytes:
             what = f"several values of {name} are one number in memory, as expand() makes them, and no step can"
             raise UserError(f"--model {args.model}: {what} change that; clone() it")
+
+
+def check_shared_memory(model: nn.Module, args: Options) -> None:
+    """Raise UserError if two parameters share memory, as one and its transpose: the recipe would copy each."""
+    owners: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or not parameter.numel():
+            continue
+        others = owners.setdefault(parameter.untyped_storage().data_ptr(), [])
+        if found := next((other for other, there in others if overlap(parameter, there)), None):
+            what = f"--model {args.model}: {found} and {name} are two parameters in the same memory"
+            raise UserError(f"{what}; make one of them, and use its view in forward(), or use plain ddp")
+        others.append((name, parameter))
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one storage and type have an element in common."""
+
+    def ends(tensor: Tensor) -> tuple[int, int]:
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return int(tensor.storage_offset()), int(tensor.storage_offset() + reach)
+
+    def places(tensor: Tensor) -> Tensor:
+        whole = torch.arange(max(ends(one)[1], ends(other)[1]) + 1)
+        return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).flatten()
+
+    (first, last), (start, end) = ends(one), ends(other)
+    return first <= end and start <= last and bool(torch.isin(places(one), places(other)).any())
 
 
 Check = Callable[[nn.Module, Options, Data], None]
@@ -290,11 +318,15 @@ def check_sequence(model: nn.Module, args: Options, data: Data) -> None:
     Raises UserError if it has more than its layers, or they, applied one after another, return something else.
     """
     sequence = [module for _, module in layers(model)]
+    what = f"--model {args.model}"
+    if any(module._backward_hooks or module._backward_pre_hooks for module in containers(model)):
+        raise UserError(
+            f"{what}: a sequence has a backward hook, and a pipeline runs only its layers; hook a layer"
+        )
     inputs, _ = data.examples(2)
     inputs = inputs.to(_device_of(model))
     model.eval()
 
-    what = f"--model {args.model}"
     expected = call_user_code(what, run_seeded, model, inputs)
     output = call_user_code(f"{what}, child by child", run_seeded, nn.Sequential(*sequence), inputs)
     if not isinstance(output, Tensor) or not (output.is_meta or torch.equal(output, expected)):
