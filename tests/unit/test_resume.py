@@ -154,7 +154,7 @@ def test_a_run_killed_before_its_first_checkpoint_has_its_name_resumes(tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", lambda path, to: 1 / 0 if to.name[:5] == "step-" else replace(path, to))
         with pytest.raises(UserError, match="division by zero"):
-            single("a", "--max-steps", "12", "--evaluate-every", "8")
+            single("a", "--max-steps", "8", "--evaluate-every", "8")
     names = {path.name for path in (tmp_path / "a/checkpoints").iterdir()}
     assert names == {"best.pt", "step-000000008.tmp"}
     lines = single("a", "--max-steps", "12", "--evaluate-every", "8", "--resume", "auto")
