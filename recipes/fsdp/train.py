@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -22,9 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from recipes.common.data import Data
 from recipes.common.data.splits import digest
@@ -32,24 +29,21 @@ from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_checked_data, train_epochs
 from recipes.common.models.batchnorm import check_parts, set_groups
-from recipes.common.models.blocks import blocks, checkpoint_blocks
+from recipes.common.models.blocks import checkpoint_blocks
 from recipes.common.models.models import build_model, make_model
 from recipes.common.models.user_model import check_fit
 from recipes.common.optim import build_optimizer, build_scaler
 from recipes.common.options import Options, check_processes, is_user_code, option, parse, positive_int, switch
+from recipes.common.parallel.block_shards import kept_attributes, shard_blocks
 from recipes.common.parallel.buckets import FIX_MISSING, Named, check_frozen, frozen, missing_gradients, trained
 from recipes.common.parallel.groups import grid_mesh
 from recipes.common.parallel.sharding import (
     check_sharded_state,
     gather_state,
-    kept_attributes,
     own_shards,
     own_state,
-    precision,
-    prepare_parameters,
     read_shards,
     update,
-    watch_frozen,
     write_shards,
 )
 from recipes.common.process.entry import run_main
@@ -133,73 +127,24 @@ def build(args: FSDPOptions, data: Data, world: World) -> tuple[nn.Module, Shard
         return model, {}, list(model.parameters()), reason
 
 
-def check_dtypes(block: nn.Module, args: FSDPOptions, names: Mapping[nn.Parameter, str]) -> None:
-    """Raise UserError if a block's parameters, without those in blocks inside of it, have several dtypes."""
-    own = [p for _, p in trained(block) if not isinstance(p, DTensor)]
-    for p in own:
-        if p.dtype != own[0].dtype:
-            what = f"{names[own[0]]} is {own[0].dtype}, {names[p]} of the same block {p.dtype}"
-            why = "FSDP sends a block's parameters as one"
-            raise UserError(f"--model {args.model}: {what}, and {why}; use one dtype, or RECIPE=ddp")
-
-
-def check_script(model: nn.Module, args: FSDPOptions) -> None:
-    """Raise UserError if a module has no hooks."""
-    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        what = f"--model {args.model}: TorchScript has no hooks, in which FSDP gathers weights"
-        raise UserError(f"{what}; return the module itself, or use RECIPE=ddp")
-
-
-def copy_views(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Return a block's output with copies of tensors that are views, such as a linear layer's of 3-D inputs.
-
-    FSDP gathers the block for backward when the output's gradient arrives. If a view is changed in place, it would
-    not notice that.
-    """
-    return tree_map_only(Tensor, lambda x: x.clone() if x.requires_grad and x._base is not None else x, output)
-
-
 def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
     """Shard the model in place, block by block; return it."""
     if args.cpu_offload and world.device.type == "cpu":
         raise UserError("--cpu-offload: shards are in main memory already on a CPU; drop it")
     checkpoint_blocks(model, args)
-    check_script(model, args)
     if is_user_code(args.model):
         from recipes.common.models.user_model import check_shared_memory
 
         check_shared_memory(model, args)
-    prepare_parameters(model, args)
-    mesh = build_mesh(args, world)
-    settings: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": args.reshard_after_forward}
+    settings: dict[str, Any] = {"reshard_after_forward": args.reshard_after_forward}
     if args.cpu_offload:
         settings["offload_policy"] = CPUOffloadPolicy()
-    policy = precision(args)
-    names = {p: name for name, p in model.named_parameters()}
-    owners = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
-    if args.amp != "none":
-        for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                # fp32 statistics need fp32 weights.
-                fully_shard(module, mp_policy=precision(replace(args, amp="none")), **settings)
-    for module in blocks(model):
-        parameters = list(module.parameters())
-        if isinstance(module, FSDPModule) or not parameters or max(owners[p] for p in parameters) > 1:
-            continue  # tied matrices stay in the root module, where both users see them
-        if args.compile:
-            module.compile(mode=args.compile_mode)
-        check_dtypes(module, args, names)
-        module.register_forward_hook(copy_views)
-        watch_frozen(module, args, names)
-        # FSDP: a rank keeps 1/N of the rows of each parameter. An all-gather before a block's forward, and another
-        # before its backward, each take (N-1)/N of the block's bytes per rank; a reduce-scatter after its backward
-        # takes (N-1)/N of its gradients' bytes. The next block's weights arrive while this block computes.
-        fully_shard(module, mp_policy=policy, **settings)
-    check_dtypes(model, args, names)
-    model.register_forward_hook(copy_views)
+    # FSDP: a rank keeps 1/N of the rows of each parameter. An all-gather before a block's forward, and another
+    # before its backward, each take (N-1)/N of the block's bytes per rank; a reduce-scatter after its backward
+    # takes (N-1)/N of its gradients' bytes. The next block's weights arrive while this block computes.
     # FSDP: parameters in no block are gathered at the beginning of forward and kept until the end of backward.
     # HSDP: replicas average each shard's gradients: 2 (R-1)/R of 1/N of the model's bytes per rank.
-    return fully_shard(model, mp_policy=policy, **settings)
+    return shard_blocks(model, args, mesh=build_mesh(args, world), **settings)
 
 
 MISUSES = {

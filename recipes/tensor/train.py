@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
@@ -28,10 +28,10 @@ from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Check, Content, Technique, begin_run, load_data_and_model, train_epochs
-from recipes.common.models.blocks import blocks
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, check_processes, is_user_code, option, parse, positive_int, switch
 from recipes.common.parallel import sharding
+from recipes.common.parallel.block_shards import kept_attributes, shard_blocks
 from recipes.common.parallel.buckets import check_frozen, frozen
 from recipes.common.parallel.groups import grid_mesh
 from recipes.common.process.entry import run_main
@@ -92,29 +92,14 @@ def wrap(model: nn.Module, data: Data, args: TensorOptions, world: World, mesh: 
         split = partial(split_user_model, model, data, args, world.device, tp.size(), split)
     packed = run_on_all_ranks(split, world)
     if args.fully_shard:
-        shard_over_replicas(model, args, mesh["dp"])
-    elif args.compile:
-        model.compile(mode=args.compile_mode)
-    return packed
-
-
-def shard_over_replicas(model: nn.Module, args: TensorOptions, dp: DeviceMesh) -> None:
-    """Shard what each rank of a replica holds over the replicas, block by block."""
-    sharding.prepare_parameters(model, args)
-    policy = sharding.precision(args)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for block in blocks(model):
-        if not any(True for _ in block.parameters()):
-            continue
-        sharding.watch_frozen(block, args, names)
-        if args.compile:
-            block.compile(mode=args.compile_mode)
         # Tensor: with --fully-shard, each of D replicas keeps 1/D of the rows of a rank's shard. An all-gather
         # before a block's forward, and another before its backward, each take (D-1)/D of the bytes of a rank's
         # part of the block; a reduce-scatter after its backward takes (D-1)/D of its gradients' bytes.
-        fully_shard(block, mesh=dp, mp_policy=policy)
-    # Tensor: parameters in no block are gathered before forward, and kept until backward has ended.
-    fully_shard(model, mesh=dp, mp_policy=policy)
+        # Tensor: parameters in no block are gathered before forward, and kept until backward has ended.
+        shard_blocks(model, args, mesh=mesh["dp"])
+    elif args.compile:
+        model.compile(mode=args.compile_mode)
+    return packed
 
 
 class GradientSum:
@@ -197,7 +182,7 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
     # ranks with the same shards).
     mesh = grid_mesh(args, world, args.tensor_parallel, ("dp", "tp"))
     tp, dp = mesh["tp"], mesh["dp"]
-    with world.watch("model", computes=True), sharding.kept_attributes(model):
+    with world.watch("model", computes=True), kept_attributes(model):
         packed = wrap(model, data, args, world, mesh)
     # Tensor: with --fully-shard, FSDP sums the gradients.
     everyone = cast(dist.ProcessGroup, dist.group.WORLD)

@@ -139,6 +139,14 @@ class Llama(nn.Module):
         return self.head(x)
 
 
+class TiedBlocks(Llama):
+    """Two blocks share a weight that is whole: FSDP cannot shard it with each of them."""
+
+    def __init__(self, data):
+        super().__init__(data)
+        self.layers[1].norm1.weight = self.layers[0].norm1.weight
+
+
 OWN = (*GPT[:4], "--seq-len", "16", *STEPS, "--optimizer", "adamw", "--lr", "0.001", "--global-batch-size", "8")
 NAME = "tests.parallel.test_tensor:"
 
@@ -149,6 +157,7 @@ NAME = "tests.parallel.test_tensor:"
         ("Llama", 4, ()),
         ("SummedHeads", 2, ()),
         *slow(("Llama", 2, ("--amp", "bf16")), ("Llama", 6, (FULL,)), ("SummedHeads", 4, (FULL,))),
+        ("TiedBlocks", 4, (FULL,)),
     ],
 )
 def test_a_users_model_is_split_by_its_plan(tmp_path, model, world_size, switches):

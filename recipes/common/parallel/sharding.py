@@ -5,16 +5,14 @@ Recipes whose ranks hold whole weights import none of this.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -23,21 +21,13 @@ from recipes.common.checkpoint.checkpoint import CheckpointFolder, CheckpointWri
 from recipes.common.checkpoint.shard_files import Box, ShardedFolder, is_reference, read_box
 from recipes.common.errors import UserError
 from recipes.common.job import Job
-from recipes.common.optim import AMP_DTYPES, optimizer_state
+from recipes.common.optim import optimizer_state
 from recipes.common.options import Options
-from recipes.common.parallel.buckets import check_frozen, frozen
 from recipes.common.world.peers import Peers
 from recipes.common.world.tree import Slot
 
 Boxes = Callable[[str | None, Box], list[Box]]
 """Maps a parameter's name and the box of a rank's shard to the boxes that the shard has in the unsplit model."""
-
-
-def precision(args: Options) -> MixedPrecisionPolicy:
-    """Return FSDP's form of --amp: bf16 weights cross the wire as half the bytes; gradients are summed in fp32."""
-    if args.amp == "none":
-        return MixedPrecisionPolicy(cast_forward_inputs=False)
-    return MixedPrecisionPolicy(param_dtype=AMP_DTYPES[args.amp], reduce_dtype=torch.float32)
 
 
 def update(job: Job, check: Callable[[Sequence[Tensor]], bool]) -> None:
@@ -121,45 +111,6 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
             norm = gather_whole(DTensor.from_local(norm**2, mesh, sums, run_check=False)).sqrt()
         norms.append(norm)
     return nn.utils.get_total_norm(norms)
-
-
-@contextlib.contextmanager
-def kept_attributes(model: nn.Module) -> Iterator[None]:
-    """Give the parameters that replace the model's in this block their attributes: an optimizer may read them."""
-    own = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}
-    yield
-    for name, parameter in model.named_parameters():
-        vars(parameter).update(own.get(name, {}))
-
-
-def prepare_parameters(model: nn.Module, args: Options) -> None:
-    """Make the parameters contiguous, whose rows FSDP shards.
-
-    Raises UserError if a parameter has no rows, or a hook on its gradient would be lost with the parameter.
-    """
-    for name, parameter in model.named_parameters():
-        if not parameter.ndim or not parameter.numel():
-            kind, fix = "empty", "leave it out"
-            if not parameter.ndim:
-                kind, fix = "a single number", "give it the shape (1,)"
-            what = f"--model {args.model}: the parameter {name} is {kind}, without rows to shard"
-            raise UserError(f"{what}; {fix}, or use RECIPE=ddp")
-    if hooked := getattr(model, "gradient_hooks", None):
-        what = f"--model {args.model}: {hooked[0]} has a gradient hook, and FSDP replaces parameters by shards"
-        raise UserError(f"{what}; let a hook of the module do its work, or use RECIPE=ddp")
-    for parameter in model.parameters():
-        if not parameter.is_contiguous():
-            parameter.data = parameter.data.contiguous()
-
-
-def watch_frozen(module: nn.Module, args: Options, names: Mapping[nn.Parameter, str]) -> None:
-    """Make a block raise as check_frozen() if it thaws its gathered weights, whose gradients FSDP would drop."""
-    if found := [(name, names[parameter]) for name, parameter in frozen(module)]:
-
-        def check(module: nn.Module, *_: Any) -> None:
-            check_frozen([(path, module.get_parameter(name)) for name, path in found])
-
-        module.register_forward_hook(torch.compiler.disable(check) if args.compile else check)
 
 
 def gather_whole(tensor: Tensor) -> Tensor:
