@@ -19,6 +19,7 @@ from recipes.context.train import options
 from tests import observe
 from tests.conftest import slow
 from tests.page import run_page
+from tests.parallel.test_your_model import DIVIDED
 from tests.support import (
     ROOT,
     TEXT_DIR,
@@ -156,6 +157,13 @@ def test_samples_without_a_sequence_are_refused(tmp_path):
     assert (
         "which ranks cannot divide; give sequences of ids, shape (T,), with a target for each" in outcome.refusal
     )
+
+
+def test_the_page_shows_functions_that_do_the_usual_elsewhere():
+    q, k, v = torch.randn(3, 1, 2, 8, 4)
+    exec(DIVIDED, shown := {"ids": torch.zeros(1, 8), "q": q, "k": k, "v": v})
+    assert torch.equal(shown["place"], torch.arange(8))
+    assert torch.equal(shown["mixed"], scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
 def of_images(data):

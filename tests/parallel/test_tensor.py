@@ -26,7 +26,7 @@ from scripts.plan.__main__ import make_plan
 from tests import observe
 from tests.conftest import refused, slow
 from tests.parallel.test_fsdp import allocated, note_bytes
-from tests.parallel.test_your_model import import_from
+from tests.parallel.test_your_model import SPLIT, import_from
 from tests.support import TEXT_DIR, assert_same_training, losses, start_run, train
 
 STEPS = ("--max-steps", "4", "--checkpoint-every", "2", "--clip-grad-norm", "1")
@@ -118,8 +118,8 @@ class Grouped(nn.Module):
 
 
 HEADS = ((32, 32), (32, 16), (32, 16), (32, 32))
-PLAN = dict.fromkeys((f"layers.*.{key}" for key in ("q", "k", "v", "gate", "up")), "colwise")
-PLAN |= {"layers.*.o": "rowwise", "layers.*.down": "rowwise"}
+exec(SPLIT, shown := {"nn": nn})
+PLAN = shown["Llama"].tensor_plan
 
 
 class Llama(nn.Module):

@@ -28,7 +28,7 @@ from tests.support import (
     weights,
 )
 
-MINE, OWN_TASK, OWN_OPTIMIZER = re.findall(
+MINE, SPLIT, DIVIDED, _, OWN_TASK, OWN_OPTIMIZER = re.findall(
     r"```python\n(.*?)```", (ROOT / "docs/your-model.md").read_text(), re.DOTALL
 )
 SAME = {
