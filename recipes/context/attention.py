@@ -10,6 +10,7 @@ attention (Liu et al. 2023, https://arxiv.org/abs/2310.01889) passes keys and va
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,41 +19,12 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.nn.functional import scaled_dot_product_attention
 
-from recipes.common.models.gpt import GPT, Attention, rotate
-
-_divided_by: DeviceMesh | None = None
-"""The ranks that divide the sequences of your own model; None: its sequences are whole."""
+from recipes.common.models.attention import Divided
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return scaled_dot_product_attention(q, k, v, is_causal=True), for your own model: (B, heads, T, size) each.
-
-    In this recipe, a rank has T / N of the positions, and the ranks of a replica exchange keys and values; call it
-    on all of them. Keys and values may have fewer heads than queries.
-    """
-    if _divided_by is None:
-        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return attend_in_chunks(_divided_by, q, k, v)
-
-
-def positions(length: int, device: torch.device | None = None) -> Tensor:
-    """Return the place in the whole sequence of each position that your own model gets: int64, shape (length,)."""
-    if _divided_by is None:
-        return torch.arange(length, device=device)
-    return own_positions(_divided_by, length, device)
-
-
-def divide_sequences(mesh: DeviceMesh) -> None:
-    """Make causal_attention() and positions() those of a rank's part of each sequence."""
-    global _divided_by
-    _divided_by = mesh
-
-
-def divide_attention(model: GPT, mesh: DeviceMesh) -> None:
-    """Make the model take a rank's part of each sequence, and exchange keys and values within the replica."""
-    for module in model.modules():
-        if isinstance(module, Attention):
-            module.attend = partial(attend, mesh)  # type: ignore[method-assign]
+def division(mesh: DeviceMesh) -> Divided:
+    """Return how the ranks of a replica divide the sequences of a model that calls causal_attention()."""
+    return Divided(partial(attend, mesh), partial(own_positions, mesh))
 
 
 def take_whole_sequences(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -83,22 +55,20 @@ def own_positions(mesh: DeviceMesh, length: int, device: torch.device | None) ->
     return own_part(torch.arange(mesh.size() * length, device=device), mesh, 0)
 
 
-def attend(mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Replace Attention.attend(): (B, heads, T / N, size) each, and so is the result; call on all ranks."""
-    places = own_positions(mesh, q.shape[2], q.device)
-    return attend_in_chunks(mesh, rotate(q, places), rotate(k, places), v)
+def attend(mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
+    """Let this rank's two chunks of queries attend to all keys before them: (B, heads, T / N, size) each.
 
-
-def attend_in_chunks(mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Let this rank's two chunks of queries attend to all keys before them: (B, heads, T / N, size) each."""
+    `more` goes to scaled_dot_product_attention().
+    """
     rank, ranks = mesh.get_local_rank(), mesh.size()
+    if torch.is_autocast_enabled(q.device.type):  # a bias hides the call from autocast
+        q, k, v = (x.to(torch.get_autocast_dtype(x.device.type)) for x in (q, k, v))
     k, v = gather_sequence(torch.stack((k, v)), mesh, 3)
-    shared = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     mixed, size = [], q.shape[2] // 2
     for chunk, queries in zip((rank, 2 * ranks - 1 - rank), q.chunk(2, 2), strict=True):
         end = size * (chunk + 1)
         bias = causal_bias(size, end)
-        mixed.append(scaled_dot_product_attention(queries, k[:, :, :end], v[:, :, :end], bias, **shared))
+        mixed.append(scaled_dot_product_attention(queries, k[:, :, :end], v[:, :, :end], bias, **more))
     return torch.cat(mixed, 2)
 
 

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +22,7 @@ from recipes.common.data import Batch, Data, Split
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
-from recipes.common.models.gpt import GPT
+from recipes.common.models.attention import sequences
 from recipes.common.models.models import GPT_NAMES, GPTS
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import (
@@ -42,7 +41,7 @@ from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
 from recipes.common.world.agreement import run_on_all_ranks, shard
 from recipes.common.world.world import World, train_as_rank
-from recipes.context.attention import divide_attention, own_part, take_whole_sequences
+from recipes.context.attention import division, own_part, take_whole_sequences
 
 
 @dataclass(frozen=True)
@@ -86,13 +85,7 @@ options = partial(parse, ContextOptions, "context", __doc__)
 def wrap(
     model: nn.Module, args: ContextOptions, world: World, data: Data, cp: DeviceMesh
 ) -> DistributedDataParallel:
-    """Divide the model's attention and average its gradients over all ranks; call it on all ranks."""
-    if cp.size() > 1 and is_user_code(args.model):
-        from recipes.context.user_model import divide_model
-
-        divide_model(model, data, args, cp, world)
-    elif cp.size() > 1:
-        divide_attention(cast(GPT, model), cp)
+    """Average the model's gradients over all ranks; call it on all ranks."""
     # DDP: all ranks hold the whole model, and each has the gradient of its own positions of its own samples.
     # Backward averages a bucket of them over all ranks while the layers before it are still computing.
     ddp = wrap_in_ddp(model, args, world.device, bucket_cap_mb=default_bucket_mb(world.device))
@@ -128,7 +121,13 @@ def train(args: ContextOptions, world: World, stop: Stop) -> None:
     # Context: a group for each row (the ranks of a replica: neighbours, best within a node) and each column.
     mesh = grid_mesh(args, world, args.context_parallel, ("dp", "cp"))
     dp, cp = mesh["dp"], mesh["cp"]
-    with world.watch("model", computes=True):
+    divided = division(cp) if cp.size() > 1 else None
+    if divided and is_user_code(args.model):
+        from recipes.context.user_model import check_model
+
+        with world.watch("model", computes=True):
+            check_model(model, data, args, cp, divided, world)
+    with sequences(divided), world.watch("model", computes=True):
         ddp = wrap(model, args, world, data, cp)
     optimizer = build_optimizer(args, model, world)
     scaler = build_scaler(args, world.device)
@@ -164,10 +163,11 @@ def train(args: ContextOptions, world: World, stop: Stop) -> None:
     )
     # DDP: rank 0 reads the checkpoint and broadcasts it. All ranks hold the same weights: rank 0 writes them.
     begin_run(job)
-    train_epochs(job, technique)
-    if cp.size() > 1:
-        take_whole_sequences(model, cp)
-    job.finish(sample_on_all_ranks=cp.size() > 1)
+    with sequences(divided):
+        train_epochs(job, technique)
+        if cp.size() > 1:
+            take_whole_sequences(model, cp)
+        job.finish(sample_on_all_ranks=cp.size() > 1)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

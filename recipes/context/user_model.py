@@ -8,12 +8,12 @@ from torch.distributed.tensor import DTensor, Partial
 
 from recipes.common.data import Data
 from recipes.common.errors import UserError
-from recipes.common.models.split_check import check_same_pass, one_pass
+from recipes.common.models.attention import Divided, sequences
+from recipes.common.models.split_check import Pass, call_own, check_same_pass, one_pass, without_zeros
 from recipes.common.options import Options
-from recipes.common.user_code import refusal
 from recipes.common.world.agreement import run_on_all_ranks
 from recipes.common.world.peers import Peers
-from recipes.context.attention import divide_sequences, own_part
+from recipes.context.attention import own_part
 
 
 def check_data(args: Options, data: Data) -> None:
@@ -23,15 +23,20 @@ def check_data(args: Options, data: Data) -> None:
         raise UserError(f"--data {args.data} has {data.input}, which ranks cannot divide; {fix}")
 
 
-def divide_model(model: nn.Module, data: Data, args: Options, cp: DeviceMesh, peers: Peers) -> None:
-    """Let the ranks of a replica divide the sequences that the model gets; call it on all ranks.
+LONGEST = 1024
+"""Positions of a longer sequence that the check takes: all of it may not fit on one device."""
 
-    Raises UserError if its output or gradients for two samples are then not those of the whole model.
+
+def check_model(
+    model: nn.Module, data: Data, args: Options, cp: DeviceMesh, divided: Divided, peers: Peers
+) -> None:
+    """Raise UserError if a model's output or gradients for two samples are others once ranks divide the sequences.
+
+    Call it on all ranks.
     """
-    inputs, targets = (tensor.to(peers.device) for tensor in data.examples(2))
-    whole = run_on_all_ranks(lambda: one_pass(model, (inputs, targets), data.task, args), peers)
-    whole[""] = own_part(whole[""], cp, 1)
-    divide_sequences(cp)
+    chunks = 2 * cp.size()
+    length = min(data.input.shape[0], max(LONGEST // chunks, 1) * chunks)
+    inputs, targets = (tensor[:, :length].to(peers.device) for tensor in data.examples(2))
     what = f"--model {args.model}: with its sequences divided, it"
     fix = "let each layer that mixes positions do so by causal_attention(), and use positions()"
 
@@ -39,12 +44,13 @@ def divide_model(model: nn.Module, data: Data, args: Options, cp: DeviceMesh, pe
         # A loss is a mean over positions: over this rank's, N times what they add to the whole one.
         return DTensor.from_local(own / cp.size(), cp, [Partial()], run_check=False).full_tensor()
 
-    def check() -> None:
+    def divided_pass() -> Pass:
         own = own_part(inputs, cp, 1), own_part(targets, cp, 1)
-        try:
-            parts = one_pass(model, own, data.task, args, whole_gradient)
-        except RuntimeError as error:
-            raise refusal(f"{what} fails", error, fix) from error
-        check_same_pass(what, whole, parts, args.amp, fix, fix)
+        with sequences(divided):
+            return call_own(f"{what} fails", fix, lambda: one_pass(model, own, data.task, args, whole_gradient))
 
-    run_on_all_ranks(check, peers)
+    with without_zeros(model):
+        whole = run_on_all_ranks(lambda: one_pass(model, (inputs, targets), data.task, args), peers)
+        whole[""] = own_part(whole[""], cp, 1)
+        found = run_on_all_ranks(divided_pass, peers)
+    run_on_all_ranks(lambda: check_same_pass(what, whole, found, args.amp, fix, fix), peers)

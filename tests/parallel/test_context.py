@@ -12,9 +12,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from recipes.common import job
 from recipes.common.errors import UserError
+from recipes.common.models.attention import causal_attention, positions, sequences
 from recipes.common.models.gpt import GPT, Attention, rotate
 from recipes.context import attention
-from recipes.context.attention import attend, divide_attention, own_part
+from recipes.context.attention import division, own_part
 from recipes.context.train import options
 from tests import observe
 from tests.conftest import slow
@@ -103,10 +104,10 @@ class Grouped(nn.Module):
         self.head = nn.Linear(32, data.num_classes)
 
     def place(self, ids):
-        return attention.positions(ids.shape[1], ids.device)
+        return positions(ids.shape[1], ids.device)
 
     def attend(self, q, k, v):
-        return attention.causal_attention(q, k, v)
+        return causal_attention(q, k, v, 0.5)
 
     def forward(self, ids):
         x = self.tokens(ids) + self.places(self.place(ids))
@@ -122,7 +123,7 @@ class OwnPlaces(Grouped):
 
 class OwnKeys(Grouped):
     def attend(self, q, k, v):
-        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=0.5)
 
 
 class SumsAcross(Grouped):
@@ -138,8 +139,12 @@ OWN = "tests.parallel.test_context:"
 )
 def test_a_users_model_has_the_losses_of_single(tmp_path, ranks, more):
     argv = (*STEPS, "--model", f"{OWN}Grouped", "--optimizer", "adamw", "--lr", "0.001")
-    run = train("context", tmp_path, ranks, *argv, *more)
-    assert_same_training(run, train("single", tmp_path, 1, *argv))
+    run, whole = train("context", tmp_path, ranks, *argv, *more), train("single", tmp_path, 1, *argv)
+    assert_same_training(run, whole)
+    if not more:  # rank 0 alone builds a model to fit the weights to
+        argv = (*argv, "--weights", str(whole), "--evaluate")
+        (ours,), (*_, theirs) = metrics(train("context", tmp_path / "later", 2, *argv)), metrics(whole)
+        assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("model", ["OwnPlaces", "OwnKeys", "SumsAcross"])
@@ -190,15 +195,16 @@ def test_all_ranks_attend_to_equally_many_keys(monkeypatch, ranks):
     monkeypatch.setattr(attention, "gather_sequence", lambda part, mesh, dim: whole)
     products = []
 
-    def count(queries, keys, values, bias):
+    def count(queries, keys, values, bias, **more):
         products[-1] += queries.shape[2] * keys.shape[2]
-        return scaled_dot_product_attention(queries, keys, values, bias)
+        return scaled_dot_product_attention(queries, keys, values, bias, **more)
 
     monkeypatch.setattr(attention, "scaled_dot_product_attention", count)
     for rank in range(ranks):
         products.append(0)
         mesh = Mesh(rank, ranks)
-        mixed = attend(mesh, *(own_part(x, mesh, 2) for x in (q, k, v)))
+        with sequences(division(mesh)):
+            mixed = Attention.attend(None, *(own_part(x, mesh, 2) for x in (q, k, v)))
         assert torch.allclose(mixed, own_part(expected, mesh, 2), atol=1e-6)
     assert set(products) == {(24 // (2 * ranks)) ** 2 * (2 * ranks + 1)}
 
@@ -230,8 +236,9 @@ def test_a_rank_keeps_its_part_of_the_activations_and_all_keys_and_values(monkey
     model = GPT(256, WIDTH, DEPTH, 4)
     tokens = torch.randint(256, (1, LENGTH))
     whole = kept_bytes(model, tokens)
-    divide_attention(model, Mesh(0, ranks))
-    part = kept_bytes(model, own_part(tokens, Mesh(0, ranks), 1))
+    mesh = Mesh(0, ranks)
+    with sequences(division(mesh)):
+        part = kept_bytes(model, own_part(tokens, mesh, 1))
     gathered = DEPTH * 2 * 4 * LENGTH * WIDTH
     # Undivided, a block keeps its keys and, since values are a view of it, the product of all three: 4 per number.
     assert part == pytest.approx((whole - 2 * gathered) / ranks + gathered, rel=1e-3)

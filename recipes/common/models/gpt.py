@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from recipes.common.models.attention import causal_attention, positions
+
 ROTARY_BASE = 10_000.0
 """The slowest pair of numbers rotates by 1 radian in about this many positions."""
 
@@ -97,22 +99,20 @@ class Attention(nn.Module):
         return self.project(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Rotate queries and keys, and mix the values: (B, heads, T, width / heads) each, and so is the result.
-
-        recipes/context replaces this method: there, a rank has only some of the positions.
-        """
-        return functional.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        """Rotate queries and keys, and mix the values: (B, heads, T, width / heads) each, and so is the result."""
+        places = positions(q.shape[2], q.device)
+        return causal_attention(rotate(q, places), rotate(k, places), v)
 
 
-def rotate(vectors: Tensor, positions: Tensor | None = None) -> Tensor:
+def rotate(vectors: Tensor, places: Tensor | None = None) -> Tensor:
     """Rotate each pair of numbers (i, i + D/2) of (..., T, D) by an angle that grows with the position.
 
     The positions, shape (T,), are on the device of the vectors; by default 0 to T - 1.
     """
     length, size = vectors.shape[-2:]
-    if positions is None:
-        positions = torch.arange(length, device=vectors.device)
-    place = positions.float()
+    if places is None:
+        places = torch.arange(length, device=vectors.device)
+    place = places.float()
     speed = ROTARY_BASE ** -torch.arange(0, 1, 2 / size, device=vectors.device, dtype=torch.float32)
     angle = place[:, None] * speed
     cos, sin = angle.cos().to(vectors.dtype), angle.sin().to(vectors.dtype)
