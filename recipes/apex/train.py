@@ -26,7 +26,7 @@ from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Check, Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.optim import build_optimizer, optimizer_step
-from recipes.common.options import is_user_code, parse
+from recipes.common.options import HOOKED, is_user_code, parse
 from recipes.common.parallel.buckets import check_complete, settle_buckets, wrap_in_ddp
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
@@ -161,7 +161,7 @@ def check_halves(model: nn.Module, args: ApexOptions) -> None:
     if args.opt_level in ("O2", "O3") and isinstance(model, torch.jit.ScriptModule):
         what = f"--opt-level {args.opt_level}: --model {args.model} is TorchScript, which takes no hooks"
         raise UserError(f"{what}; return the module itself, or use O0 or O1")
-    if args.opt_level == "O2" and (hooked := getattr(model, "gradient_hooks", None)):
+    if args.opt_level == "O2" and (hooked := getattr(model, HOOKED, None)):
         what = (
             f"--opt-level O2: {hooked[0]} of --model {args.model} has a gradient hook, and its half copy does not"
         )

@@ -148,6 +148,10 @@ def one_of(*words: str) -> Callable[[str], str]:
     return parse_value
 
 
+HOOKED = "_recipes_hooked_parameters"
+"""Attribute of a user's model: the names of the parameters that had gradient hooks when it was built."""
+
+
 def is_user_code(text: str) -> bool:
     """Return whether an option names the user's own code: package.module:function."""
     return re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", text) is not None

@@ -7,6 +7,7 @@ all other layers whole and computes them for all tokens or, with sequence parall
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import partial
 from itertools import pairwise
@@ -164,10 +165,19 @@ def check_tokens(model: nn.Module, length: int, ranks: int, needs_even: bool = N
         raise UserError(f"--sequence-parallel: {what}, or use a multiple of {ranks} tokens")
 
 
+def matches(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules whose path a pattern names; a * stands for a part between dots, as in torch's plans."""
+    wanted = pattern.split(".")
+    for path, module in model.named_modules():
+        parts = path.split(".")
+        if len(parts) == len(wanted) and all(map(fnmatch, parts, wanted)):
+            yield path, module
+
+
 def check_layers(model: nn.Module, pattern: str, style: str, name: str, ranks: int) -> None:
     """Raise UserError if the number of ranks does not divide a layer that is to be split."""
-    for path, module in model.named_modules():
-        if fnmatch(path, pattern) and isinstance(module, nn.Linear):
+    for path, module in matches(model, pattern):
+        if style in ("colwise", "rowwise") and isinstance(module, nn.Linear):
             size = module.out_features if style == "colwise" else module.in_features
             if size % ranks:
                 what = f"does not divide the {size} units of {name}'s {path}"

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from fnmatch import fnmatch
+from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from recipes.common.data import Data
 from recipes.common.errors import UserError
-from recipes.common.models.split_check import check_same_pass, one_pass
-from recipes.common.options import Options
+from recipes.common.models.split_check import Pass, call_own, check_same_pass, one_pass, without_zeros
+from recipes.common.options import HOOKED, Options
 from recipes.common.parallel.sharding import gather_whole
-from recipes.common.user_code import name_of, refusal
-from recipes.tensor.plans import PLANS, Packed, swap
+from recipes.common.user_code import name_of
+from recipes.tensor.plans import PLANS, Packed, matches, swap
 
-FIX = "leave the layers as their class has made them, or use --tensor-parallel 1"
 BETWEEN = "replicated_with_grad_allreduce"
+FIXES = (
+    "let forward() take the number of a rank's heads or units from the shape (-1 in view())",
+    "let a rowwise layer take what colwise layers return",
+    f"give its module the style {BETWEEN}, or leave the layers around it whole",
+)
+"""What to do with a plan if a pass fails, or gives another output, or another gradient."""
+FIX = "leave the layers as their class has made them, or use --tensor-parallel 1"
 STYLES = ("colwise", "rowwise", BETWEEN)
 """Hugging Face's names; BETWEEN is for modules between a colwise layer and a rowwise one."""
 
@@ -58,15 +64,6 @@ def read_plan(model: nn.Module, name: str) -> dict[str, str]:
     return plan
 
 
-def matches(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules whose path a pattern names; a * stands for a part between dots, as in torch's plans."""
-    wanted = pattern.split(".")
-    for path, module in model.named_modules():
-        parts = path.split(".")
-        if len(parts) == len(wanted) and all(map(fnmatch, parts, wanted)):
-            yield path, module
-
-
 def split_user_model(
     model: nn.Module, data: Data, args: Options, device: torch.device, ranks: int, split: Callable[..., Packed]
 ) -> Packed:
@@ -79,22 +76,20 @@ def split_user_model(
     inputs, targets = data.examples(2)
     samples = inputs.to(device), targets.to(device)
     what = f"--model {args.model}: split by its plan, it"
-    expected = one_pass(model, samples, data.task, args)
-    try:
-        packed = split(own_plan=own_plan)
-        found = one_pass(model, samples, data.task, args, gather_whole)
-    except UserError:
-        raise
-    except Exception as error:
-        fix = "let forward() take the number of a rank's heads or units from the shape (-1 in view())"
-        raise refusal(f"{what} fails", error, fix if own_plan else FIX) from error
+    fix_failure, fix_output, fix_gradient = FIXES if own_plan else (FIX, FIX, FIX)
+
+    def split_pass() -> Pass:
+        packed.update(split(own_plan=own_plan))
+        return one_pass(model, samples, data.task, args, gather_whole)
+
+    packed: Packed = {}
+    with without_zeros(model):
+        expected = one_pass(model, samples, data.task, args)
+        found = call_own(f"{what} fails", fix_failure, split_pass)
     for path in packed.keys() & expected.keys():
         expected[path] = swap(expected[path], 3, ranks)
-    fixes = (FIX, FIX)
-    if own_plan:
-        fixes = (
-            "let a rowwise layer take what colwise layers return",
-            f"give its module the style {BETWEEN}, or leave the layers around it whole",
-        )
-    check_same_pass(what, expected, found, args.amp, *fixes)
+    check_same_pass(what, expected, found, args.amp, fix_output, fix_gradient)
+    for path in getattr(model, HOOKED, []):
+        if isinstance(model.get_parameter(path), DTensor):
+            raise UserError(f"{what} drops the gradient hook of {path}; leave that layer whole")
     return packed

@@ -156,6 +156,7 @@ NAME = "tests.parallel.test_tensor:"
     [
         ("Llama", 4, ()),
         ("SummedHeads", 2, ()),
+        ("SummedZeros", 2, ()),
         *slow(("Llama", 2, ("--amp", "bf16")), ("Llama", 6, (FULL,)), ("SummedHeads", 4, (FULL,))),
         ("TiedBlocks", 4, (FULL,)),
     ],
@@ -242,6 +243,31 @@ class SummedHeads(NormedHeads):
         self.tensor_plan["norm"] = "replicated_with_grad_allreduce"
 
 
+class ZeroHeads(NormedHeads):
+    """Behind a layer that begins with zeros, all gradients are zero."""
+
+    def __init__(self, data):
+        super().__init__(data)
+        nn.init.zeros_(self.o.weight)
+
+
+class HookedHeads(NormedHeads):
+    """A hook on the gradient of a parameter that a shard replaces; it changes no gradient of the check."""
+
+    def __init__(self, data):
+        super().__init__(data)
+        self.tensor_plan["norm"] = "replicated_with_grad_allreduce"
+        self.q.weight.register_hook(lambda gradient: gradient.clamp(-1e6, 1e6))
+
+
+class SummedZeros(SummedHeads):
+    """Its zeros are there again after the check."""
+
+    def __init__(self, data):
+        super().__init__(data)
+        nn.init.zeros_(self.o.weight)
+
+
 class CountedHeads(NormedHeads):
     """The number of heads is that of the whole model."""
 
@@ -264,6 +290,8 @@ class HalfSum(NormedHeads):
     ("model", "message"),
     [
         ("NormedHeads", "it has another gradient of norm.weight than whole; give its module the style repl"),
+        ("ZeroHeads", "it has another gradient of norm.weight than whole; give its module the style repl"),
+        ("HookedHeads", "it drops the gradient hook of q.weight; leave that layer whole"),
         ("CountedHeads", "it fails: RuntimeError: unflatten"),
         ("HalfSum", "it returns other values than whole; let a rowwise layer take what colwise layers return"),
     ],

@@ -13,7 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from recipes.common.data.splits import digest
 from recipes.common.job import Job
-from recipes.common.options import is_user_code
+from recipes.common.options import HOOKED, is_user_code
 from recipes.common.seeding import seed_step
 from recipes.common.world.agreement import run_on_all_ranks
 from recipes.common.world.peers import Peers
@@ -34,7 +34,7 @@ def warnings_before_training(job: Job) -> Iterator[str]:
     if mixes_samples:
         what = "your model's output for a sample depends on the other samples of its batch"
         yield f"warning: {what}, so losses and metrics depend on the number of processes"
-    if job.batch_parts > 1 and (hooked := getattr(model, "gradient_hooks", None)):
+    if job.batch_parts > 1 and (hooked := getattr(model, HOOKED, None)):
         what = (
             f"the gradient hook of {hooked[0]} gets the gradient of each of {job.batch_parts} parts of the batch"
         )

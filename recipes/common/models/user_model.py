@@ -18,7 +18,7 @@ from recipes.common.language import LanguageModel
 from recipes.common.models.batchnorm import checked_rows
 from recipes.common.models.layers import containers, is_sequential, layers
 from recipes.common.optim import autocast
-from recipes.common.options import Options
+from recipes.common.options import HOOKED, Options
 from recipes.common.task import Classification, Task, in_float
 from recipes.common.user_code import (
     add_derived,
@@ -49,7 +49,7 @@ def build_user_model(args: Options, data: Data) -> nn.Module:
             # An expanded buffer has less memory than numbers: a broadcast would write beyond it, a resume fail.
             if not is_lazy(buffer):
                 module._buffers[name] = buffer.contiguous()
-    vars(model)["gradient_hooks"] = [
+    vars(model)[HOOKED] = [
         name for name, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks
     ]
     return model
@@ -61,7 +61,7 @@ def check_memory(model: nn.Module, args: Options) -> None:
     if empty := [name for name, tensor in named if tensor.is_meta]:
         raise UserError(f"--model {args.model}: {empty[0]} is on the meta device; return a model with its weights")
     for name, parameter in model.named_parameters():
-        if is_lazy(parameter) or not parameter.numel():
+        if is_lazy(parameter) or not parameter.numel() or parameter.layout != torch.strided:
             continue
         if parameter.untyped_storage().nbytes() < parameter.nbytes:
             what = f"several values of {name} are one number in memory, as expand() makes them, and no step can"
@@ -72,7 +72,7 @@ def check_shared_memory(model: nn.Module, args: Options) -> None:
     """Raise UserError if two parameters share memory, as one and its transpose: the recipe would copy each."""
     owners: dict[int, list[tuple[str, Tensor]]] = {}
     for name, parameter in model.named_parameters():
-        if parameter.is_meta or not parameter.numel():
+        if parameter.is_meta or not parameter.numel() or parameter.layout != torch.strided:
             continue
         others = owners.setdefault(parameter.untyped_storage().data_ptr(), [])
         if found := next((other for other, there in others if overlap(parameter, there)), None):

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from recipes.common.errors import UserError
 from recipes.common.models.blocks import blocks
 from recipes.common.optim import AMP_DTYPES
-from recipes.common.options import Options
+from recipes.common.options import HOOKED, Options
 from recipes.common.parallel.buckets import check_frozen, frozen
 
 
@@ -72,7 +72,7 @@ def check_shards(model: nn.Module, args: Options) -> None:
                 kind, fix = "a single number", "give it the shape (1,)"
             why = f"the parameter {name} is {kind}, without rows to shard"
             raise UserError(f"{what} {why}; {fix}, or use RECIPE=ddp")
-    if hooked := getattr(model, "gradient_hooks", None):
+    if hooked := getattr(model, HOOKED, None):
         why = f"{hooked[0]} has a gradient hook, and FSDP replaces parameters by shards"
         raise UserError(f"{what} {why}; let a hook of the module do its work, or use RECIPE=ddp")
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
