@@ -288,7 +288,7 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
             with same_blocks.checked():
                 output = model(inputs)
             loss = job.loss(output, targets)
-            if used_blocks and is_last:
+            if used_blocks:
                 used_blocks.check(loss)
             # FSDP: gradients are averaged over the ranks; this factor makes the result the global batch's mean.
             (loss * world.world_size).backward()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from recipes.common.errors import UserError
 from recipes.common.models.layers import layers
@@ -204,7 +205,7 @@ def check_groups_agree(args: Options, optimizer: torch.optim.Optimizer, peers: P
     Each stage has only its own gradients. An optimizer that computes one value from all would need the others'.
     """
     own = [
-        {name: str((torch.is_tensor(x) and x.tolist()) or x) for name, x in group.items() if name != "params"}
+        {name: str(tree_map_only(Tensor, Tensor.tolist, x)) for name, x in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
     # Pipeline: each rank sends its groups' values, some hundred bytes, once.
