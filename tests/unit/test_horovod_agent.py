@@ -5,8 +5,10 @@ import re
 import socket
 import sys
 import threading
+import time
 import types
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
@@ -160,9 +162,14 @@ def test_a_node_of_a_rank_that_is_taken_does_not_start_its_processes(node):
 
 
 def test_a_node_that_starts_again_is_no_second_one(node):
-    with horovod_agent.rendezvous(node):
+    """It comes before node 0, to which its old name would do."""
+    with horovod_agent.rendezvous(node), ThreadPoolExecutor(1) as pool:
         horovod_agent.ask(node, "PUT", "1", "node-1 before it was killed")
-        assert meet(*places(node, 0, 1)) == [None, None]
+        again = pool.submit(horovod_agent.meet_nodes, *places(node, 1), "node-1")
+        while horovod_agent.ask(node, "GET", "1") != "node-1" and not again.done():
+            time.sleep(0.01)
+        horovod_agent.meet_nodes(node, "node-0")
+        again.result()
 
 
 def test_a_node_that_does_not_come_is_named(node, monkeypatch):
