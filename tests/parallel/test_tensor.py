@@ -251,21 +251,16 @@ class ZeroHeads(NormedHeads):
         nn.init.zeros_(self.o.weight)
 
 
-class HookedHeads(NormedHeads):
+class SummedZeros(SummedHeads, ZeroHeads):
+    """Its zeros are there again after the check."""
+
+
+class HookedHeads(SummedHeads):
     """A hook on the gradient of a parameter that a shard replaces; it changes no gradient of the check."""
 
     def __init__(self, data):
         super().__init__(data)
-        self.tensor_plan["norm"] = "replicated_with_grad_allreduce"
         self.q.weight.register_hook(lambda gradient: gradient.clamp(-1e6, 1e6))
-
-
-class SummedZeros(SummedHeads):
-    """Its zeros are there again after the check."""
-
-    def __init__(self, data):
-        super().__init__(data)
-        nn.init.zeros_(self.o.weight)
 
 
 class CountedHeads(NormedHeads):
