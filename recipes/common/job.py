@@ -90,6 +90,11 @@ class Job:
         """Whether the first step has yet to show if the model fits checkpoints, and losses depend on the ranks."""
         self.draws_as = self.peers.rank
         """The rank whose random numbers this rank draws in a step: see seed_step()."""
+        may_differ = self.data.may_skip or self.args.skip_bad_images or is_user_code(self.args.task)
+        self.counts_targets = may_differ and has_own(self.data.task, "count")
+        """Whether the count of a step's targets may differ from the size of the global batch."""
+        self.target_count: int | Tensor = self.args.global_batch_size
+        """What the sum of the step's losses is divided by: the task's count() of the global batch."""
         self.has_warned = False
         """Whether a step without a target that counts has been warned of."""
         self.code, self.state_shapes = dict[str, str](), dict[str, tuple[int, ...]]()
@@ -404,7 +409,10 @@ class Job:
 
             what = f"--model {self.args.model} returned {name_of(output)} in training"
             raise UserError(f"{what}; return a tensor with a row for each sample, as in evaluation")
-        return self.data.task.loss_sum(in_float(output), target) / self.args.global_batch_size
+        total, count = self.data.task.loss_sum(in_float(output), target), self.target_count
+        if isinstance(count, Tensor):
+            count = torch.where(count > 0, count, 1).to(total.device)
+        return total / count
 
     def is_vote_due(self) -> bool:
         """Return whether ranks vote in the current step: by vote_interval(), and before a checkpoint."""

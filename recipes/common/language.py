@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from recipes.common.task import Task
+from recipes.common.task import SKIPPED, Task
 
 SAMPLE_BYTES, TEMPERATURE = 256, 0.8
 
@@ -17,7 +17,7 @@ SAMPLE_BYTES, TEMPERATURE = 256, 0.8
 class LanguageModel(Task):
     """The next token at each position: logits (B, T, vocabulary) and tokens, int64 of shape (B, T).
 
-    A sample's loss, in nats, is the mean over its T positions, all of which count.
+    The loss, in nats, is the mean over the positions of a batch; those whose target is SKIPPED do not count.
 
     Args:
         seq_len: T, the tokens of a sample.
@@ -32,9 +32,15 @@ class LanguageModel(Task):
         self.headline = f"bits_per_{token}"
 
     def loss_sum(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return the cross entropy, averaged over a sample's positions and summed over the samples."""
-        total = functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
+        """Return the cross entropy, summed over the positions that count, in samples of T positions."""
+        total = functional.cross_entropy(
+            output.flatten(0, 1), target.flatten(), reduction="sum", ignore_index=SKIPPED
+        )
         return total / target.shape[1]
+
+    def count(self, target: Tensor) -> Tensor:
+        """Return how many positions count, in samples of T positions."""
+        return (target != SKIPPED).sum(dtype=torch.float64) / target.shape[1]
 
     def derive(self, averages: dict[str, float]) -> dict[str, float]:
         """Return the bits per token that a code based on the model's predictions needs."""

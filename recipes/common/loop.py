@@ -301,7 +301,7 @@ def train_until_evaluation(job: Job, technique: Technique) -> int:
                 peers.sum_tensor(loss_sum)
                 loss = loss_sum.item()
             if not loss:
-                warn_if_none_counts(job, targets)
+                warn_if_none_counts(job)
             job.log_step(loss, rate)
         if decision == STOP:
             break
@@ -313,13 +313,19 @@ def train_until_evaluation(job: Job, technique: Technique) -> int:
     return decision
 
 
-def warn_if_none_counts(job: Job, targets: Tensor) -> None:
-    """Warn, once, if no target of a step whose loss is 0 counts; call it on all ranks."""
-    counted = torch.zeros((), device=job.device) + job.data.task.count(targets)
-    # Log: sums how many count on each rank: 4 bytes a rank.
-    with job.peers.watch("metrics"):
-        job.peers.sum_tensor(counted)
-    if not counted and not job.has_warned:
+def count_targets(job: Job, targets: Tensor) -> Tensor:
+    """Return the task's count() of the global batch: a float32 scalar on the device. Call it on all ranks."""
+    count = torch.as_tensor(job.data.task.count(targets), dtype=torch.float32, device=job.device).sum()
+    # Loss: sums how many targets of each rank count, 4 bytes a rank: a mean of the ranks' means is not the mean.
+    with job.peers.watch("targets"):
+        job.peers.sum_tensor(count)
+    # Ranks of a replica have the same targets, or equal parts of them.
+    return count * min(job.replicas, job.peers.world_size) / job.peers.world_size
+
+
+def warn_if_none_counts(job: Job) -> None:
+    """Warn, once, if no target of a step whose loss is 0 counts."""
+    if job.counts_targets and not job.target_count and not job.has_warned:
         job.has_warned = True
         what = f"no target of step {job.position.step} counts (those of class {SKIPPED} do not)"
         job.say(f"warning: {what}, so its loss is 0")
@@ -328,6 +334,8 @@ def warn_if_none_counts(job: Job, targets: Tensor) -> None:
 def run_passes(job: Job, technique: Technique, inputs: Tensor, targets: Tensor) -> Tensor:
     """Add the gradients of a step's passes; return this rank's part of the loss. Call it on all ranks."""
     loss_sum, passes = torch.zeros((), device=job.device), job.args.accumulate_steps
+    if job.counts_targets:
+        job.target_count = count_targets(job, targets)
     parts = [split_into_groups(tensor, job.args).tensor_split(passes) for tensor in (inputs, targets)]
     for number, part in enumerate(zip(*parts, strict=True), 1):
         some_inputs, some_targets = (groups.flatten(0, 1) for groups in part)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 SKIPPED = -100
-"""Label of a sample that does not count: cross_entropy's default ignore_index."""
+"""Class or token of a target that does not count: cross_entropy's default ignore_index."""
 
 
 class Task:
@@ -43,7 +43,7 @@ class Task:
         return ()
 
     def count(self, target: Tensor) -> Tensor | int:
-        """Return how many samples of a batch count (default: all)."""
+        """Return by what a batch's sums are divided for their means (default: the number of samples)."""
         return len(target)
 
     def derive(self, averages: dict[str, float]) -> dict[str, float]:

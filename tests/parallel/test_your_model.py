@@ -12,7 +12,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from recipes.common.data import load_data
 from recipes.common.errors import UserError
+from recipes.common.models.models import build_model
 from recipes.common.parallel import buckets
 from recipes.single.train import options
 from tests.conftest import slow
@@ -28,7 +30,7 @@ from tests.support import (
     weights,
 )
 
-MINE, SPLIT, DIVIDED, _, OWN_TASK, OWN_OPTIMIZER = re.findall(
+MINE, SUMS, SPLIT, DIVIDED, _, OWN_TASK, OWN_OPTIMIZER = re.findall(
     r"```python\n(.*?)```", (ROOT / "docs/your-model.md").read_text(), re.DOTALL
 )
 SAME = {
@@ -484,7 +486,7 @@ unrepeatable = lambda data: nn.Sequential(nn.Linear(2, 8), Unrepeatable(), nn.Li
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("mine")
-    (path / "mine.py").write_text(f"{MINE}\n\n{OWN_TASK}\n\n{OWN_OPTIMIZER}\n{BREAKS}")
+    (path / "mine.py").write_text(f"{MINE}\n\n{SUMS}\n\n{OWN_TASK}\n\n{OWN_OPTIMIZER}\n{BREAKS}")
     return path
 
 
@@ -493,7 +495,7 @@ def run(folder):
     """Return a function that returns a recipe's run with some options; each is trained once."""
 
     def start(recipe, world_size, *argv):
-        how = {"name": f"{recipe}-{abs(hash(argv))}", "setup": functools.partial(import_from, folder)}
+        how = {"name": f"{recipe}-{world_size}-{abs(hash(argv))}", "setup": functools.partial(import_from, folder)}
         argv = ("--device", "cpu", "--global-batch-size", "48", *argv, *SAME.get(recipe, ()))
         start_run(recipe, folder, world_size, *argv, **how).wait(check=True)
         return folder / how["name"]
@@ -697,6 +699,37 @@ def test_a_sample_that_raises_an_error_ends_all_ranks_with_one_line(run, start, 
         start("ddp", 2, *argv, "--workers", "0", "--resume", "auto").wait(check=True)
         whole = run("single", 1, *argv, "--workers", "0")
         assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=1e-5)
+
+
+ANSWERS = shlex.split("--data mine:sums --model gpt-tiny --optimizer adamw --lr 0.004 --max-steps 6")
+SHARED_OUT = [
+    *[("ddp", 2, ("--accumulate-steps", "2")), ("pipeline", 2, ()), ("context", 2, ("--context-parallel", "2"))],
+    *slow(
+        *[("single", 1, ("--accumulate-steps", "3")), ("dataparallel", 1, ()), ("spawn", 2, ()), ("apex", 2, ())],
+        *[("ddp", 2, ("--zero",)), ("fsdp", 3, ()), ("tensor", 4, ("--tensor-parallel", "2")), ("scratch", 3, ())],
+        *[("horovod", 2, ()), ("pipeline", 4, ("--stages", "2")), ("context", 4, ("--context-parallel", "2"))],
+    ),
+]
+
+
+@pytest.mark.parametrize(("recipe", "world_size", "argv"), SHARED_OUT)
+def test_the_loss_is_the_mean_over_all_targets_that_count(run, recipe, world_size, argv):
+    """Shares of a batch have different numbers of them, so that the mean of the shares' means is another."""
+    found, single = run(recipe, world_size, *ANSWERS, *argv), run("single", 1, *ANSWERS)
+    assert losses(found) == pytest.approx(losses(single), rel=1e-5)
+    tested, expected = (metrics(path)[-1]["test_loss"] for path in (found, single))
+    assert tested == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_loss_of_a_step_is_that_of_cross_entropy(run, folder, monkeypatch):
+    monkeypatch.syspath_prepend(folder)
+    argv = (*ANSWERS, "--global-batch-size", "800")
+    args = options(["--device", "cpu", *argv])
+    data = load_data(args, torch.device("cpu"), print)
+    ((inputs, targets),) = data.train.batches([torch.arange(800)], 0)
+    output = build_model(args, data, torch.device("cpu"))(inputs)
+    expected = torch.nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten())
+    assert losses(run("single", 1, *argv))[0] == pytest.approx(expected.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(("recipe", "world_size"), [("ddp", 2), *slow(("single", 1), ("pipeline", 2))])

@@ -535,11 +535,11 @@ class StopsInEvaluation(Classification):
 
     batches = 0
 
-    def count(self, target):
+    def metric_sums(self, output, target):
         type(self).batches += len(target) > 2  # the check before the training has two samples
         if self.batches == 1 and len(target) > 2:
             signal.raise_signal(signal.SIGUSR1)
-        return super().count(target)
+        return super().metric_sums(output, target)
 
 
 def test_a_signal_in_an_evaluation_ends_it_and_loses_no_step(tmp_path, single):

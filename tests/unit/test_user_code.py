@@ -108,7 +108,11 @@ def token_9():
 
 def token_skipped():
     x = torch.zeros(4, 8, dtype=torch.int64)
-    return {"train": (x, x), "test": (x, x - 100), "target": "tokens", "num_classes": 9}
+    return {"train": (x - 100, x), "test": (x, x), "target": "tokens", "num_classes": 9}
+
+def tokens_unlabelled():
+    x = torch.zeros(4, 8, dtype=torch.int64)
+    return {"train": (x, x - 100), "test": (x, x - 100), "target": "tokens", "num_classes": 9}
 
 def arrays():
     pair = X.numpy(), np.arange(12) % 3
@@ -715,10 +719,11 @@ DOES_NOT_FIT = [
     (("--model", "mine:on_default"), "--model mine:on_default sets torch's default device to meta; leave torch.set_default_device() out, the"),
     (("--model", "mine:reads"), "JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1) ({folder}/mine.py,"),
     (("--data", "mine:class_3"), "--data mine:class_3: 'train': target 3 is not in 0 to 2; fix it, or \"num_classes\""),
-    (("--data", "mine:unlabelled"), "--data mine:unlabelled: 'train': all targets are -100, so no sample counts; give classes"),
+    (("--data", "mine:unlabelled"), "--data mine:unlabelled: 'train': all targets are -100, so none counts; give classes"),
     (("--data", "mine:ascii"), '--data mine:ascii: bytes have 256 values; set "num_classes" to 256, or "target" to "tokens"'),
     (("--data", "mine:token_9"), "--data mine:token_9: 'train': input 9 is not in 0 to 8; fix it"),
-    (("--data", "mine:token_skipped"), "mine:token_skipped: 'test': target -100 is not in 0 to 8; fix it"),
+    (("--data", "mine:token_skipped"), "mine:token_skipped: 'train': input -100 is not in 0 to 8; fix it"),
+    (("--data", "mine:tokens_unlabelled"), "mine:tokens_unlabelled: 'train': all targets are -100, so none counts; give classes"),
     (("--model", "mine:one_for_all"), "--model mine:one_for_all returned the same model twice; let it make a new one in each call"),
     (("--model", "mine:nothing"), "--model mine:nothing returned None; return a torch.nn.Module"),
     (("--model", "mine:wrong_shape"), "--model mine:wrong_shape returned a tensor of shape (128,) for 2 samples; return a tensor with a row for each"),

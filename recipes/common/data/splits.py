@@ -99,6 +99,8 @@ class Data:
     task: Task = field(default_factory=Task)
     fingerprints: dict[str, str] = field(default_factory=dict)
     """A string that identifies each half: all ranks have the same ones, and all launches of a run should."""
+    may_skip: bool = False
+    """Whether targets of the user's data may be SKIPPED."""
 
     @classmethod
     def of_images(cls, train: Split, test: Split, channels: int, image_size: int, num_classes: int) -> Data:
@@ -118,9 +120,9 @@ class Data:
             return inputs.cpu(), targets.cpu()
 
         inputs, targets = read(count)
-        if self.kind == "class" and (targets == SKIPPED).any():
+        if self.kind != "values" and skipped(targets).any():
             inputs, targets = read(count + MORE_TRIED)
-            chosen = (targets == SKIPPED).int().argsort(stable=True)[:count]  # first those that count
+            chosen = skipped(targets).int().argsort(stable=True)[:count]  # first those that count
             inputs, targets = inputs[chosen], targets[chosen]
         return inputs, targets
 
@@ -140,6 +142,11 @@ class Data:
     def image_size(self) -> int:
         """Side of an image, in pixels."""
         return self.input.shape[1]
+
+
+def skipped(targets: Tensor) -> Tensor:
+    """Return of which samples no target counts: bool, shape (B,)."""
+    return (targets == SKIPPED).reshape(len(targets), -1).all(dim=1)
 
 
 class Normalise:

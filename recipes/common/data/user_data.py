@@ -33,16 +33,13 @@ class Numbers:
     count: int | None
     are_inputs: bool
     """Whether inputs are tokens, too."""
-    may_skip: bool
-    """Whether a target may be SKIPPED: only a class, since all positions of a text count."""
 
     def wrong(self, inputs: Tensor, targets: Tensor) -> str:
         """Return which number of one or more samples is invalid; "" if all numbers are valid."""
         if self.count is None:
             return ""
         for what, values in (("input", inputs), ("target", targets))[not self.are_inputs :]:
-            may_skip = self.may_skip and what == "target"
-            outside = (values >= self.count) | ((values < 0) & ((values != SKIPPED) | (not may_skip)))
+            outside = (values >= self.count) | ((values < 0) & ((values != SKIPPED) | (what == "input")))
             if outside.any():
                 return f"{what} {values[outside][0].item()} is not in 0 to {self.count - 1}"
         return ""
@@ -116,7 +113,7 @@ def load_user_data(args: Options, device: torch.device, on_fault: Callable[[User
     if kind != "values" and targets != wanted:
         raise UserError(f"{what}: a target is {targets}; of kind {kind!r} it has to be {wanted}")
     are_inputs = kind != "class" and inputs.dtype == torch.int64
-    numbers = Numbers(num_classes if kind != "values" else None, are_inputs, may_skip=kind == "class")
+    numbers = Numbers(num_classes if kind != "values" else None, are_inputs)
 
     def split(half: str) -> Split:
         name, samples = f"{what}: {half!r}", halves[half]
@@ -127,11 +124,14 @@ def load_user_data(args: Options, device: torch.device, on_fault: Callable[[User
             return LoadedSplit(dataset, args, device, on_fault)
         if wrong := numbers.wrong(*samples):
             raise UserError(f'{name}: {wrong}; fix it, or "num_classes"')
-        if numbers.may_skip and half == "train" and bool((samples[1] == SKIPPED).all()):
-            raise UserError(f"{name}: all targets are {SKIPPED}, so no sample counts; give classes")
+        if kind != "values" and half == "train" and bool((samples[1] == SKIPPED).all()):
+            raise UserError(f"{name}: all targets are {SKIPPED}, so none counts; give classes or tokens")
         return MemorySplit(*(tensor.to(device) for tensor in samples))
 
-    return Data(split("train"), split("test"), inputs, targets, num_classes, kind)
+    train, may_skip = halves["train"], kind != "values"
+    if may_skip and _are_tensors(train):
+        may_skip = bool((train[1] == SKIPPED).any())
+    return Data(split("train"), split("test"), inputs, targets, num_classes, kind, may_skip=may_skip)
 
 
 def _target_of(found: Any, what: str) -> tuple[str, Any]:
