@@ -73,8 +73,8 @@ CAUSES = {
         "torch.distributed.all_reduce: “Reduces the tensor data across all machines”",
     ),
     "mean-of-means": Cause(
-        "ranks average over unequal numbers of samples, and these averages are averaged as if they were equal",
-        "sum over samples, all_reduce sums and counts, then divide",
+        "ranks average over unequal numbers of samples or targets, and each average has the same weight",
+        "sum over samples or targets, all_reduce sums and counts, then divide; DDP divides by the world size, too",
         f"{DDP}: “(NOT averaged as usual)”",
     ),
     "not-synchronised": Cause(

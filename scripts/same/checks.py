@@ -341,6 +341,9 @@ def explain_gradient(run: Run, reference: Run, i: int, apart: float) -> Finding:
     counts = [len(record["rows"]) for record in records]
     if len(set(counts)) > 1:
         return Finding("mean-of-means", f"{what}; the ranks have {', '.join(map(str, counts))} samples")
+    averaged = [f"{number:g}" for record in records for number in record["averaged"]]
+    if len(set(averaged)) > 1:
+        return Finding("mean-of-means", f"{what}; the losses are means over {', '.join(averaged)} targets")
     return Finding("unknown", what)
 
 

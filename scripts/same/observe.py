@@ -29,7 +29,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -158,6 +158,7 @@ class Observer:
         """Reset what is recorded for a step."""
         self.model: int | None = None
         self.record: dict[str, Any] = {"rows": [], "synced_forwards": 0, "unsynced_forwards": 0, "random": None}
+        self.record["averaged"] = []
 
     def start_evaluation(self) -> None:
         """Reset what is recorded for an evaluation."""
@@ -329,6 +330,19 @@ class Observer:
         self.collectives += 1
         return original(*args, **kwargs)
 
+    def average(self, original: Function, input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute a loss; of a mean in training, note over how many targets, or what sum of class weights."""
+        loss = cast(Tensor, original(input, target, *args, **kwargs))
+        names = ("weight", "size_average", "ignore_index", "reduce", "reduction")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        is_mean = loss.requires_grad and not loss.dim() and given.get("reduction", "mean") == "mean"
+        # Targets in floating point are chances of each class, which all count.
+        if is_mean and not (torch.compiler.is_compiling() or target.is_floating_point() or has_no_values(target)):
+            classes, weight = target[target != given.get("ignore_index", -100)], given.get("weight")
+            total = len(classes) if weight is None else weight[classes].sum().item()
+            self.record["averaged"].append(total)
+        return loss
+
     def drop_nothing(
         self, original: Function, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
@@ -448,6 +462,8 @@ def install(observer: Observer) -> None:
         for name in COLLECTIVES:
             if hasattr(owner, name):
                 patch(owner, name, observer.count_collective)
+    for name in ("cross_entropy", "nll_loss"):
+        patch(functional, name, observer.average)
     for name in DROPOUTS:
         patch(functional, name, observer.drop_nothing)
     patch(functional, "scaled_dot_product_attention", observer.attend)
