@@ -111,6 +111,11 @@ class Job:
             self.guard = SkippingGuard(self.device, self.stop)
 
     @property
+    def passes(self) -> int:
+        """Passes of a step through each copy of the model."""
+        return self.batch_parts // self.replicas
+
+    @property
     def steps_per_epoch(self) -> int:
         """Whole global batches in an epoch; the samples left over differ from epoch to epoch."""
         return len(self.data.train) // self.args.global_batch_size

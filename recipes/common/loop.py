@@ -273,8 +273,7 @@ def train_until_evaluation(job: Job, technique: Technique) -> int:
         finish_vote = job.begin_vote() if job.is_vote_due() else None
         seed_step(args.seed, position.step, job.draws_as, job.devices)
         job.guard.keep_buffers(technique.module.buffers(), job.scaler)
-        several = job.batch_parts > job.replicas
-        buffers_before = buffer_digests(job.model) if job.is_unseen_model and several else {}
+        buffers_before = buffer_digests(job.model) if job.is_unseen_model and job.passes > 1 else {}
         with peers.watch.mark("forward and backward"):
             loss_sum = run_passes(job, technique, inputs, targets)
         if finish_vote:

@@ -78,9 +78,8 @@ def warnings_after_passes(job: Job, compares_buffers: bool, buffers_before: dict
     from recipes.common.user_code import check_state_stays
 
     run_on_all_ranks(lambda: check_state_stays(job.args, job.model, job.state_shapes), job.peers)
-    passes = job.batch_parts // job.replicas
-    if passes > 1 and (name := find_changed_buffer(job.model, buffers_before, job.peers)):
-        what = f"each of a step's {passes} passes changes your model's buffer {name}"
+    if job.passes > 1 and (name := find_changed_buffer(job.model, buffers_before, job.peers)):
+        what = f"each of a step's {job.passes} passes changes your model's buffer {name}"
         yield f"warning: {what}, so losses depend on the number of passes"
     if job.peers.world_size * len(job.devices) == 1:
         return
