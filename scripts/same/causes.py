@@ -77,6 +77,11 @@ CAUSES = {
         "sum over samples or targets, all_reduce sums and counts, then divide; DDP divides by the world size, too",
         f"{DDP}: “(NOT averaged as usual)”",
     ),
+    "contrastive": Cause(
+        "the loss compares a sample with the others of its rank alone, of which there are fewer on more processes",
+        "compare with those of all ranks: torch.distributed.nn.functional.all_gather() keeps their gradients",
+        "torch.distributed.nn.functional.all_gather: “Gathers tensors from the whole group”",
+    ),
     "not-synchronised": Cause(
         "ranks step with different gradients: no exchange, one after the step, or one whose result is not used",
         "wrap the model in DistributedDataParallel, or all_reduce and divide parameter.grad itself before step()",

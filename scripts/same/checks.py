@@ -341,9 +341,12 @@ def explain_gradient(run: Run, reference: Run, i: int, apart: float) -> Finding:
     counts = [len(record["rows"]) for record in records]
     if len(set(counts)) > 1:
         return Finding("mean-of-means", f"{what}; the ranks have {', '.join(map(str, counts))} samples")
-    averaged = [f"{number:g}" for record in records for number in record["averaged"]]
-    if len(set(averaged)) > 1:
-        return Finding("mean-of-means", f"{what}; the losses are means over {', '.join(averaged)} targets")
+    if 1 < (size := records[0]["contrasted"]) <= counts[0]:
+        return Finding("contrastive", f"{what}; a rank's {size} samples are each other's classes")
+    averaged = sorted(number for record in records for number in record["averaged"])
+    if averaged and averaged[0] != averaged[-1]:
+        over = f"{averaged[0]:g} to {averaged[-1]:g} targets"
+        return Finding("mean-of-means", f"{what}; the losses are means over {over}")
     return Finding("unknown", what)
 
 

@@ -158,7 +158,7 @@ class Observer:
         """Reset what is recorded for a step."""
         self.model: int | None = None
         self.record: dict[str, Any] = {"rows": [], "synced_forwards": 0, "unsynced_forwards": 0, "random": None}
-        self.record["averaged"] = []
+        self.record |= {"averaged": [], "contrasted": 0}
 
     def start_evaluation(self) -> None:
         """Reset what is recorded for an evaluation."""
@@ -331,7 +331,7 @@ class Observer:
         return original(*args, **kwargs)
 
     def average(self, original: Function, input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute a loss; of a mean in training, note over how many targets, or what sum of class weights."""
+        """Compute a loss; note over how many targets, or what sum of class weights, it is a mean in training."""
         loss = cast(Tensor, original(input, target, *args, **kwargs))
         names = ("weight", "size_average", "ignore_index", "reduce", "reduction")
         given = dict(zip(names, args, strict=False)) | kwargs
@@ -341,6 +341,8 @@ class Observer:
             classes, weight = target[target != given.get("ignore_index", -100)], given.get("weight")
             total = len(classes) if weight is None else weight[classes].sum().item()
             self.record["averaged"].append(total)
+            if input.shape == (len(target), len(target)) and target.tolist() == [*range(len(target))]:
+                self.record["contrasted"] = len(target)  # each sample's class is itself, as in CLIP
         return loss
 
     def drop_nothing(

@@ -10,6 +10,7 @@ RESUME = ("--resume", "auto")
 LOSS = "(ddp(points), labels) /"
 WRAPPED = "ddp = DistributedDataParallel(model)\n"
 EXTRA = f"model.extra = nn.Parameter(torch.zeros(3))\n{WRAPPED[:-1]} if world_size > 1 else model\n"
+CONTRAST = "points[:, :4].T, torch.arange(len(points)))"
 STEP = "            optimizer.step()\n"
 BY_HAND = """            for weight in model.parameters():
                 dist.all_reduce(weight.grad)
@@ -62,6 +63,7 @@ BUGS = {
         "mean of unequal shares": {"Points(48,": "Points(51,", LOADER: SHARES},
         "mean over the targets of a rank": {LOSS: LOSS.replace("labels", "labels.where(points[:, 0] > -1, -100)")},
         "mean by class weights": {LOSS: LOSS.replace("labels", "labels, torch.arange(1.0, 5.0)")}},
+    "contrastive": {"contrast within a rank": {LOSS: f"(ddp(points) @ {CONTRAST} /"}},
     "no-sync-always": {"no_sync in every pass": {**ACCUMULATE, "sync = is_last": "sync = False"},
         "no_sync in the last pass": {**ACCUMULATE, "sync = is_last": "sync = not is_last"}},
     "around-ddp": {"the wrapper is not called": {"cross_entropy(ddp(points)": "cross_entropy(model(points)"}},

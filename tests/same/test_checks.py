@@ -293,7 +293,15 @@ def record(world_size, gradients, rate=0.1, **fields):
     for i, gradient in enumerate(gradients):
         after = weights - rate * gradient
         rows = [str(12 * i + row) for row in range(12)]
-        shared = {"event": "step", "optimizer": 0, "lr": [rate], "final": gradient, "missing": [], "averaged": []}
+        shared = {
+            "event": "step",
+            "optimizer": 0,
+            "lr": [rate],
+            "final": gradient,
+            "missing": [],
+            "averaged": [],
+            "contrasted": 0,
+        }
         shared |= {"weights": weights, "after": after, "shapes": 1, "low_precision": "float32", "moved": []}
         shared |= {"batch_norm": False, "dropout": False, "random": {}, "iteration": -1, **fields}
         events.append([{**shared, "rows": rows[rank::world_size]} for rank in range(world_size)])
