@@ -34,6 +34,7 @@ from recipes.common.options import (
 from recipes.common.parallel.buckets import check_complete, default_bucket_mb, settle_buckets, wrap_in_ddp
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
+from recipes.common.world.agreement import run_on_all_ranks
 from recipes.common.world.world import World, train_as_rank
 
 
@@ -91,7 +92,7 @@ def wrap(model: nn.Module, args: DDPOptions, world: World, data: Data) -> Distri
     if args.grad_compression != "none":
         from recipes.ddp.compression import compress_gradients
 
-        compress_gradients(ddp, args.grad_compression, args.powersgd_rank)
+        run_on_all_ranks(lambda: compress_gradients(ddp, args.grad_compression, args.powersgd_rank), world)
     if args.compile:
         ddp.compile(mode=args.compile_mode)
     return ddp

@@ -18,6 +18,7 @@ from recipes.ddp.train import options
 from tests.conftest import slow
 from tests.support import (
     ROOT,
+    Ranks,
     accuracies,
     assert_same_run,
     local,
@@ -157,6 +158,16 @@ def test_powersgd_with_every_rank_is_exact(baseline, tmp_path):
     """If the factors would not be smaller than the gradient, the gradient travels whole."""
     run = train("ddp", tmp_path, 3, *STEPS, "--grad-compression", "powersgd", "--powersgd-rank", "200")
     assert_same_run(run, baseline(*STEPS))
+
+
+def see_a_gpu():
+    torch.cuda.is_available = lambda: True
+
+
+def test_powersgd_on_cpus_is_refused_where_torch_sees_a_gpu(tmp_path):
+    words = words_for(tmp_path, "run", *STEPS, "--device", "cpu", "--grad-compression", "powersgd")
+    outcome = Ranks("ddp", words, 2, tmp_path / "out", setup=see_a_gpu).wait()
+    assert "CUDA_VISIBLE_DEVICES= " in outcome.refusal
 
 
 @pytest.mark.slow
