@@ -103,11 +103,14 @@ def test_a_gpu_run_goes_on_on_the_cpu(tmp_path):
 
 
 def test_batch_norm_over_all_ranks_equals_one_process(tmp_path, two_gpus):
-    """On every rank, the statistics are those of the whole batch, as in the one-process run."""
-    argv = (*STEPS, "--model", "resnet18", "--max-steps", "10", "--lr", "0.01")
+    """On every rank, the statistics are those of the whole batch, as in the one-process run.
+
+    Without ReLU, whose slope jumps at 0: one input that rounding puts on the other side of it changes the weights.
+    """
+    argv = (*STEPS, "--model", "tests.observe:smooth_resnet18", "--max-steps", "10", "--lr", "0.01")
     run = train("ddp", tmp_path, 2, *argv, "--sync-batchnorm")
     single = train("single", tmp_path, 1, *argv)
-    assert_same_run(run, single, 1e-3)
+    assert_same_run(run, single, 1e-4)
     mean = "bn1.running_mean"
     torch.testing.assert_close(weights(run)[mean], weights(single)[mean], rtol=1e-3, atol=1e-5)
 

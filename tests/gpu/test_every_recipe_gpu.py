@@ -145,10 +145,13 @@ def test_shards_in_main_memory_equal_the_cpu_and_resume(tmp_path, cpu):
 
 
 def test_a_pipeline_on_two_gpus_of_a_process_equals_the_cpu(tmp_path):
-    """GPT's first parameter is on the last GPU, whose stage needs it too."""
+    """GPT's first parameter is on the last GPU, whose stage needs it too.
+
+    30 steps: from step 40 to 55, rounding differences of this run grow a thousandfold.
+    """
     need_gpus(2)
     text = ("--data", "text", "--data-dir", str(ROOT / "docs"), "--model", "gpt-tiny", "--seq-len", "16")
-    words = (*text, *STEPS, "--clip-grad-norm", "1")
+    words = (*text, *STEPS, "--max-steps", "30", "--clip-grad-norm", "1")
     split = ("--split", "in-process", "--stages", "2", "--num-microbatches", "2")
     run = train("pipeline", tmp_path, 1, *words, "--device", "cuda", *split)
     assert losses(run) == pytest.approx(losses(train("single", tmp_path, 1, *words, "--device", "cpu")), rel=FP32)
