@@ -245,7 +245,9 @@ class RunOptions:
     async_checkpoints: bool = switch(
         "write checkpoints from a copy of the state while training continues", default=True
     )
-    sharded_checkpoints: bool = switch("fsdp and tensor: every rank writes and reads its own part of a checkpoint")
+    sharded_checkpoints: bool = switch(
+        "fsdp, tensor, and context with --fully-shard: every rank writes and reads its own part of a checkpoint"
+    )
     keep_checkpoints: int = option(3, positive_int, "keep the newest K and the best", "K")
     log_every: int = option(10, positive_int, "steps between logged losses", "STEPS")
     tensorboard: bool = switch("write TensorBoard events", default=True)
@@ -396,7 +398,6 @@ class TrainingOptions(DataOptions):
 class Options(TrainingOptions):
     """Precision, speed and repeatability."""
 
-    has_shards = False  # not an option: whether the recipe's ranks hold shards of the model
     device: str = choice("auto: GPUs where there are any", "auto", "cpu", "cuda")
     amp: str = choice("mixed precision; fp16: with a gradient scaler", "none", "bf16", "fp16")
     tf32: bool | None = switch(
@@ -440,7 +441,7 @@ class Options(TrainingOptions):
             what = f"more images than --global-batch-size {self.global_batch_size}"
             raise UserError(f"--shuffle-block {self.shuffle_block}: {what}; a block of 1 MB is long enough")
         if self.sharded_checkpoints and not self.has_shards:
-            fix = "drop it, or use fsdp or tensor"
+            fix = "drop it, or use fsdp, tensor, or context with --fully-shard"
             raise UserError(f"--sharded-checkpoints: the ranks of this recipe hold no shards; {fix}")
         self.check_optimizer()
         if self.compile_mode != "default" and not self.compile:
@@ -473,6 +474,11 @@ class Options(TrainingOptions):
 
     def check_world_size(self, world_size: int) -> None:
         """Raise UserError if the recipe cannot share out its work among so many processes."""
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether ranks hold shards of the model."""
+        return False
 
     @property
     def has_user_code(self) -> bool:

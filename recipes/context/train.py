@@ -1,7 +1,7 @@
 """Context parallelism x data parallelism: the ranks of a replica divide each sequence, the replicas the batch.
 
     make run RECIPE=context NODES=2 NPROC_PER_NODE=2 ARGS="--data text"
-    .venv/bin/torchrun --nproc-per-node=4 -m recipes.context.train --context-parallel 4 --data text --seq-len 1024
+    .venv/bin/torchrun --nproc-per-node=4 -m recipes.context.train --fully-shard --data text --seq-len 1024
 
 Success: the first command ends with `result recipe=context world_size=4 test_bits_per_byte=2...`.
 Source: Dubey et al. 2024, The Llama 3 Herd of Models, section 3.3.2, https://arxiv.org/abs/2407.21783.
@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.common.data import Batch, Data, Split
@@ -34,12 +36,22 @@ from recipes.common.options import (
     option,
     parse,
     positive_int,
+    switch,
 )
-from recipes.common.parallel.buckets import check_complete, default_bucket_mb, settle_buckets, wrap_in_ddp
-from recipes.common.parallel.groups import grid_mesh
+from recipes.common.parallel import sharding
+from recipes.common.parallel.block_shards import kept_attributes, shard_blocks
+from recipes.common.parallel.buckets import (
+    check_complete,
+    check_frozen,
+    default_bucket_mb,
+    frozen,
+    settle_buckets,
+    wrap_in_ddp,
+)
+from recipes.common.parallel.groups import flat_mesh, grid_mesh
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
-from recipes.common.world.agreement import run_on_all_ranks, shard
+from recipes.common.world.agreement import check_same_weights, run_on_all_ranks, shard
 from recipes.common.world.world import World, train_as_rank
 from recipes.context.attention import division, own_part, take_whole_sequences
 
@@ -49,6 +61,12 @@ class ContextOptions(Options):
     """Context parallelism."""
 
     context_parallel: int = option(2, positive_int, "ranks that divide each sequence", "N")
+    fully_shard: bool = switch("shard weights, gradients and optimizer over all ranks (FSDP2)")
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether ranks hold shards of the model."""
+        return self.fully_shard
 
     def check(self) -> None:
         """Raise UserError if options do not combine."""
@@ -56,6 +74,14 @@ class ContextOptions(Options):
         flag = f"--context-parallel {self.context_parallel}"
         if self.sync_batchnorm:
             raise UserError("--sync-batchnorm: this recipe has none; use RECIPE=ddp, or --batchnorm-group")
+        if self.fully_shard and self.amp == "fp16":
+            what = "with --fully-shard, a gradient scaler sees only a rank's own shards"
+            raise UserError(f"--amp fp16: {what}; use --amp bf16")
+        if self.fully_shard and self.records_graphs:  # see recipes/fsdp
+            what = "with --fully-shard, CUDA graphs of blocks overwrite each other's outputs"
+            raise UserError(f"--compile-mode {self.compile_mode}: {what}; use --compile-mode default")
+        if self.fully_shard and self.context_parallel == 1:
+            raise UserError(f"--fully-shard: {flag} divides nothing; drop it, or use RECIPE=fsdp")
         if self.context_parallel == 1:
             return
         if self.model not in GPTS and not is_user_code(self.model):
@@ -84,8 +110,21 @@ options = partial(parse, ContextOptions, "context", __doc__)
 
 def wrap(
     model: nn.Module, args: ContextOptions, world: World, data: Data, cp: DeviceMesh
-) -> DistributedDataParallel:
-    """Average the model's gradients over all ranks; call it on all ranks."""
+) -> DistributedDataParallel | None:
+    """Let DDP average the gradients over all ranks; or with --fully-shard, shard the model in place.
+
+    Call it on all ranks.
+    """
+    if args.fully_shard:
+        if is_user_code(args.model):
+            from recipes.common.models.user_model import check_shared_memory
+
+            run_on_all_ranks(lambda: check_shared_memory(model, args), world)
+        # FSDP: each of M ranks keeps 1/M of the rows of each parameter. An all-gather before a block's forward,
+        # and another before its backward, each take (M-1)/M of the block's bytes; a reduce-scatter after its
+        # backward takes (M-1)/M of its gradients' bytes.
+        shard_blocks(model, args, mesh=flat_mesh(world))
+        return None
     # DDP: all ranks hold the whole model, and each has the gradient of its own positions of its own samples.
     # Backward averages a bucket of them over all ranks while the layers before it are still computing.
     ddp = wrap_in_ddp(model, args, world.device, bucket_cap_mb=default_bucket_mb(world.device))
@@ -112,6 +151,8 @@ def train(args: ContextOptions, world: World, stop: Stop) -> None:
     """Train with the given options; call it on all ranks."""
     replicas = world.world_size // args.context_parallel
     data, model = load_data_and_model(args, "context", world, stop, replicas)
+    if args.fully_shard:
+        check_same_weights(args, model.parameters(), world)
     if args.context_parallel > 1:
         if is_user_code(args.model):
             from recipes.context.user_model import check_data
@@ -127,42 +168,59 @@ def train(args: ContextOptions, world: World, stop: Stop) -> None:
 
         with world.watch("model", computes=True):
             check_model(model, data, args, cp, divided, world)
-    with sequences(divided), world.watch("model", computes=True):
+    with sequences(divided), world.watch("model", computes=True), kept_attributes(model):
         ddp = wrap(model, args, world, data, cp)
+    module, frozen_parameters = ddp or model, frozen(model)
     optimizer = build_optimizer(args, model, world)
     scaler = build_scaler(args, world.device)
     job = Job(args, "context", data, world, model, optimizer, scaler, stop, replicas=replicas)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
         """Accumulate the gradients of one pass; return this rank's part of the loss."""
-        # DDP: gradients are exchanged only in the last of the accumulated passes, while backward runs.
+        # DDP, FSDP: gradients are exchanged only in the last of the accumulated passes, while backward runs.
+        if args.fully_shard:
+            cast(FSDPModule, model).set_requires_gradient_sync(is_last)
         # Context: each pass exchanges keys, values and their gradients within the replica, in each block.
-        with world.watch("gradients", computes=True), nullcontext() if is_last else ddp.no_sync():
+        with world.watch("gradients", computes=True), nullcontext() if is_last or not ddp else ddp.no_sync():
             with autocast(args, world.device):
                 # Context: the mean over this rank's 1/N of the positions is 1/N of its samples' loss.
-                loss = job.loss(ddp(inputs), targets) / cp.size()
-            # DDP: gradients are averaged over the ranks; this factor makes the result the global batch's mean.
+                loss = job.loss(module(inputs), targets) / cp.size()
+            # DDP, FSDP: gradients are averaged over ranks; this factor makes the result the global batch's mean.
             scaler.scale(loss * world.world_size).backward()
         if is_last:
-            check_complete(ddp)
+            check_complete(ddp) if ddp else check_frozen(frozen_parameters)
         return loss.detach()
 
     def predict(inputs: Tensor) -> Tensor:
         # Context: evaluation gathers keys and values, too; each rank counts its own positions.
         with world.watch("evaluation", computes=True), autocast(args, world.device):
-            return ddp(inputs)
+            return module(inputs)
 
     technique = Technique(
         forward_backward,
-        ddp,
+        module,
         predict=predict,
         # Context: all ranks of a replica take the same samples.
         shard=lambda indices: shard(indices, dp.get_local_rank(), dp.size()),
         read_batches=partial(read_batches, cp),
         ranks_per_sample=cp.size(),
     )
-    # DDP: rank 0 reads the checkpoint and broadcasts it. All ranks hold the same weights: rank 0 writes them.
-    begin_run(job)
+    if args.fully_shard:
+        # FSDP: rank 0 gathers the tensors of a checkpoint; it broadcasts those that it reads, and each rank keeps
+        # its shards. With a sharded checkpoint, each rank writes and reads its own shards.
+        state = sharding.own_state if args.sharded_checkpoints else sharding.gather_state
+        technique = replace(
+            technique,
+            update=sharding.update,
+            gather_state=partial(state, job),
+            check_optimizer=sharding.check_sharded_state,
+        )
+        begin_run(job, partial(sharding.read_shards, model), partial(sharding.own_shards, model))
+    else:
+        # DDP: rank 0 reads the checkpoint and broadcasts it. All ranks hold the same weights: rank 0 writes them.
+        begin_run(job)
+    if args.sharded_checkpoints:
+        sharding.write_shards(job, world.with_own_group(args, job.disk_s))
     with sequences(divided):
         train_epochs(job, technique)
         if cp.size() > 1:

@@ -15,10 +15,9 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
@@ -36,7 +35,7 @@ from recipes.common.optim import build_optimizer, build_scaler
 from recipes.common.options import Options, check_processes, is_user_code, option, parse, positive_int, switch
 from recipes.common.parallel.block_shards import kept_attributes, shard_blocks
 from recipes.common.parallel.buckets import FIX_MISSING, Named, check_frozen, frozen, missing_gradients, trained
-from recipes.common.parallel.groups import grid_mesh
+from recipes.common.parallel.groups import flat_mesh, grid_mesh
 from recipes.common.parallel.sharding import (
     check_sharded_state,
     gather_state,
@@ -89,9 +88,7 @@ options = partial(parse, FSDPOptions, "fsdp", __doc__)
 def build_mesh(args: FSDPOptions, world: World) -> DeviceMesh:
     """Return the mesh of replicas x shards; call it on all ranks."""
     if args.replicas == 1:
-        # Where GPUs are visible, DeviceMesh() would replace a group of CPUs by one that waits for 30 minutes.
-        everyone = cast(dist.ProcessGroup, dist.group.WORLD)
-        return DeviceMesh.from_group(everyone, world.device.type, mesh_dim_names=("shard",))
+        return flat_mesh(world)
     # HSDP: a group for each row (a replica's shards: best within a node) and each column (a shard's copies).
     return grid_mesh(args, world, world.world_size // args.replicas, ("replicate", "shard"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from recipes.common import job
+from recipes.common.checkpoint.reading import read_checkpoint
 from recipes.common.errors import UserError
 from recipes.common.models.attention import causal_attention, positions, sequences
 from recipes.common.models.gpt import GPT, Attention, rotate
@@ -18,8 +20,9 @@ from recipes.context import attention
 from recipes.context.attention import division, own_part
 from recipes.context.train import options
 from tests import observe
-from tests.conftest import slow
+from tests.conftest import refused, slow
 from tests.page import run_page
+from tests.parallel.test_fsdp import note_bytes
 from tests.parallel.test_your_model import DIVIDED
 from tests.support import (
     ROOT,
@@ -36,6 +39,7 @@ from tests.support import (
 TEXT = ("--data", "text", "--data-dir", str(TEXT_DIR), "--device", "cpu")
 STEPS = (*TEXT, "--seq-len", "16", "--global-batch-size", "6", "--max-steps", "4", "--checkpoint-every", "2")
 STEPS += ("--clip-grad-norm", "1")
+FULL = "--fully-shard"
 
 
 @pytest.mark.parametrize(
@@ -43,7 +47,10 @@ STEPS += ("--clip-grad-norm", "1")
     [
         (1, 2, ()),
         (2, 2, ("--accumulate-steps", "3", "--deterministic")),
+        (2, 2, (FULL,)),
         *slow((1, 4, ()), (1, 3, ("--seq-len", "18")), (4, 1, ()), (1, 8, ())),
+        *slow((1, 3, ("--seq-len", "18", FULL)), (1, 4, (FULL,)), (1, 2, (FULL, "--activation-checkpointing"))),
+        *slow((2, 2, (FULL, "--accumulate-steps", "3"))),
     ],
 )
 def test_every_layout_has_the_losses_of_single(single, tmp_path, replicas, ranks, more):
@@ -53,14 +60,32 @@ def test_every_layout_has_the_losses_of_single(single, tmp_path, replicas, ranks
     assert_same_training(run, whole)
 
 
+MIDDLE = "checkpoints/step-000000002.pt"
+
+
 def test_a_checkpoint_passes_to_single_and_back(single, tmp_path):
-    middle = "checkpoints/step-000000002.pt"
-    run = train("context", tmp_path, 2, *STEPS, "--start-from", str(single / middle))
+    run = train("context", tmp_path, 2, *STEPS, "--start-from", str(single / MIDDLE))
     later = train(
-        "single", tmp_path, 1, *STEPS, "--start-from", str(train("context", tmp_path, 4, *STEPS) / middle)
+        "single", tmp_path, 1, *STEPS, "--start-from", str(train("context", tmp_path, 4, *STEPS) / MIDDLE)
     )
     for path in (run, later):
         assert_same_training(path, single, after=2)
+
+
+@pytest.mark.slow
+def test_shards_pass_between_recipes_and_numbers_of_ranks(single, tmp_path):
+    """Rows do not divide evenly by 3 ranks of fsdp."""
+    shards = (*STEPS, "--sharded-checkpoints")
+    run = train("context", tmp_path / "run", 4, *shards, FULL)
+    assert len(read_checkpoint(run / MIDDLE)["shards"]["files"]) == 4
+    later = [train("single", tmp_path / "single", 1, *STEPS, "--start-from", str(run / MIDDLE))]
+    other = train("fsdp", tmp_path / "fsdp", 3, *shards, "--start-from", str(run / MIDDLE))
+    for number, earlier in enumerate((run, single)):
+        argv = (*STEPS, FULL, "--start-from", str(earlier / MIDDLE))
+        later.append(train("context", tmp_path / f"later{number}", 2, *argv))
+    for path in later:
+        assert_same_training(path, single, after=2)
+    assert losses(other, after=2) == pytest.approx(losses(single)[2:], rel=1e-5)
 
 
 def test_given_weights_are_evaluated_as_by_single(single, tmp_path):
@@ -70,25 +95,28 @@ def test_given_weights_are_evaluated_as_by_single(single, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("amp", ["bf16", "fp16"])
-def test_half_precision_stays_close(tmp_path, amp):
+@pytest.mark.parametrize("words", ["bf16", "fp16", f"bf16 {FULL}"])
+def test_half_precision_stays_close(tmp_path, words):
     """2^-8 is bfloat16's rounding error."""
-    run, whole = (train(name, tmp_path, n, *STEPS, "--amp", amp) for name, n in (("context", 2), ("single", 1)))
+    argv = (*STEPS, "--amp", *words.split())
+    run, whole = train("context", tmp_path, 2, *argv), train("single", tmp_path, 1, *argv[: len(STEPS) + 2])
     assert losses(run) == pytest.approx(losses(whole), rel=2.0**-8)
 
 
 @pytest.mark.slow
-def test_a_compiled_model_has_the_losses_of_single(single, tmp_path):
-    run = train("context", tmp_path, 2, *STEPS, "--compile")
+@pytest.mark.parametrize("switches", [(), (FULL,)])
+def test_a_compiled_model_has_the_losses_of_single(single, tmp_path, switches):
+    run = train("context", tmp_path, 2, *STEPS, "--compile", *switches)
     assert_same_training(run, single)
 
 
-def test_all_ranks_write_the_sample_of_single(tmp_path):
+@pytest.mark.parametrize("switches", [(), *slow(((FULL,),))])
+def test_all_ranks_write_the_sample_of_single(tmp_path, switches):
     """Rank 0 alone could not: each rank computes its own part of each forward pass."""
     argv = (*STEPS, "--lr", "0.01", "--warmup-steps", "1")
     texts = []
-    for recipe, world_size in (("single", 1), ("context", 4)):
-        outcome = start_run(recipe, tmp_path, world_size, *argv, name=recipe).wait(check=True)
+    for recipe, world_size, more in (("single", 1, ()), ("context", 4, switches)):
+        outcome = start_run(recipe, tmp_path, world_size, *argv, *more, name=recipe).wait(check=True)
         texts.append(outcome.outputs[0].split("a sample of what the model writes:\n")[1].split("\nresult ")[0])
     assert texts[0] == texts[1]
     assert len(texts[0]) > 10
@@ -100,7 +128,7 @@ class Grouped(nn.Module):
     def __init__(self, data):
         super().__init__()
         self.tokens, self.places = nn.Embedding(data.num_classes, 32), nn.Embedding(64, 32)
-        self.norm, self.q, self.kv = nn.LayerNorm(32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.norm, self.layers = nn.LayerNorm(32), nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
         self.head = nn.Linear(32, data.num_classes)
 
     def place(self, ids):
@@ -111,8 +139,9 @@ class Grouped(nn.Module):
 
     def forward(self, ids):
         x = self.tokens(ids) + self.places(self.place(ids))
-        q = self.q(self.norm(x)).unflatten(-1, (4, 8)).transpose(1, 2)
-        k, v = self.kv(self.norm(x)).unflatten(-1, (4, 8)).transpose(1, 2).chunk(2, 1)
+        q, kv = (layer(self.norm(x)) for layer in self.layers)
+        q = q.unflatten(-1, (4, 8)).transpose(1, 2)
+        k, v = kv.unflatten(-1, (4, 8)).transpose(1, 2).chunk(2, 1)
         return self.head(x + self.attend(q, k, v).transpose(1, 2).flatten(2))
 
 
@@ -131,11 +160,35 @@ class SumsAcross(Grouped):
         return super().forward(ids) + super().forward(ids.flip(1)).cumsum(1)
 
 
+class Thaws(Grouped):
+    def __init__(self, data):
+        super().__init__(data)
+        self.places.requires_grad_(False)
+        self.step = 0
+
+    def forward(self, ids):
+        self.step += self.training
+        if self.step == 2:
+            self.places.requires_grad_()
+        return super().forward(ids)
+
+
+class Shares(Grouped):
+    def __init__(self, data):
+        super().__init__(data)
+        self.layers[1].weight = nn.Parameter(self.layers[0].weight.data.t())
+
+
+def drawn_by_rank(data):
+    torch.manual_seed(int(os.environ.get("RANK", 0)))
+    return Grouped(data)
+
+
 OWN = "tests.parallel.test_context:"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "more"), [(2, ()), *slow((4, ("--accumulate-steps", "3")), (2, ("--compile",)))]
+    ("ranks", "more"), [(2, ()), (2, (FULL,)), *slow((4, ("--accumulate-steps", "3")), (2, ("--compile",)))]
 )
 def test_a_users_model_has_the_losses_of_single(tmp_path, ranks, more):
     argv = (*STEPS, "--model", f"{OWN}Grouped", "--optimizer", "adamw", "--lr", "0.001")
@@ -153,6 +206,20 @@ def test_a_users_model_that_needs_whole_sequences_is_refused(tmp_path, model):
     assert outcome.refusal.startswith(
         f"error: --model {OWN}{model}: with its sequences divided, it returns other values than whole; let each"
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("drawn_by_rank", f"rank 1: --model {OWN}drawn_by_rank is a model with weights of digest"),
+        ("Shares", f"--model {OWN}Shares: layers.0.weight and layers.1.weight are two parameters in the same mem"),
+        ("Thaws", "training has set requires_grad of places.weight, whose gradient the ranks do not exchange"),
+    ],
+)
+def test_a_users_model_that_shards_would_train_otherwise_is_refused(tmp_path, model, message):
+    outcome = start_run("context", tmp_path, 2, *STEPS, FULL, "--model", OWN + model).wait(60)
+    assert set(outcome.statuses) == {2}, outcome.text
+    assert {line.startswith(f"error: {message}") for line in outcome.errors} == {True}, outcome.text
 
 
 def test_samples_without_a_sequence_are_refused(tmp_path):
@@ -287,26 +354,62 @@ def test_a_length_that_only_the_data_know_is_refused_once_they_are_loaded(tmp_pa
     assert outcome.refusal == message
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--context-parallel 1",
+            "--fully-shard: --context-parallel 1 divides nothing; drop it, or use RECIPE=fsdp",
+        ),
+        ("--amp fp16", "--amp fp16: with --fully-shard, a gradient scaler sees only a rank's own shards; use"),
+        (
+            "--compile --compile-mode max-autotune",
+            "--compile-mode max-autotune: with --fully-shard, CUDA graphs of",
+        ),
+    ],
+)
+def test_what_shards_cannot_do_is_refused(words, message):
+    argv = ["--data", "text", *words.split()]
+    options(argv)
+    with refused(message):
+        options([*argv, FULL])
+
+
 def test_processes_that_are_no_multiple_are_refused(tmp_path):
     message = "--context-parallel 2 does not divide 3 processes; start a multiple of 2 processes, or give"
     assert start_run("context", tmp_path, 3, *STEPS).wait(60).refusal.startswith(f"error: {message}")
 
 
-# ---- bytes on the wire
+# ---- what a rank holds, and bytes on the wire
 
 
-@pytest.mark.parametrize(("replicas", "ranks"), [(1, 2), *slow((2, 2), (1, 4))])
-def test_keys_values_and_gradients_cross_the_wire(single, tmp_path, replicas, ranks):
+@pytest.mark.parametrize("ranks", [2, *slow(4)])
+def test_a_rank_holds_its_share_of_the_weights(single, tmp_path, ranks):
+    """AdamW keeps two numbers a weight, beside the weight and its gradient; 4 ranks are in two replicas."""
+    argv = (*STEPS, FULL, "--max-steps", "1", "--optimizer", "adamw")
+    train("context", tmp_path, ranks, *argv, setup=functools.partial(note_bytes, tmp_path))
+    total = 4 * sum(4 * weight.numel() for name, weight in weights(single).items() if name != "head.weight")
+    held = [int((tmp_path / f"bytes{rank}").read_text()) for rank in range(ranks)]
+    assert held == [total / ranks] * ranks
+
+
+@pytest.mark.parametrize(
+    ("replicas", "ranks", "switches"),
+    [(1, 2, ()), *slow((2, 2, ()), (1, 4, ()), (2, 2, (FULL, "--accumulate-steps", "2")))],
+)
+def test_keys_values_and_gradients_cross_the_wire(single, tmp_path, replicas, ranks, switches):
     """Each of 4 blocks gathers keys and values of b sequences of 16 x 64 numbers, and scatters their gradients.
 
     A reduce-scatter should send as much as an all-gather; gloo's is an all-reduce, which sends twice as much.
     """
-    own = (*STEPS, "--global-batch-size", "8", "--max-steps", "6", "--context-parallel", str(ranks))
+    own = (*STEPS, "--global-batch-size", "8", "--max-steps", "6", "--context-parallel", str(ranks), *switches)
     setup = functools.partial(observe.observe_steps, tmp_path)
     train("context", tmp_path, replicas * ranks, *own, setup=setup)
     gathered = 2 * 4 * (8 // replicas) * 16 * 64
     gradients = sum(4 * weight.numel() for name, weight in weights(single).items() if name != "head.weight")
     everyone = replicas * ranks
+    if switches:  # each of two passes gathers all but the embedding and the last norm twice
+        gradients = (2 * (2 * gradients - 4 * 64 * (256 + 2)) + 2 * gradients) / 2
     expected = 4 * 3 * (ranks - 1) / ranks * gathered + 2 * (everyone - 1) / everyone * gradients
     for sent in observe.sent_per_step(tmp_path, everyone):
         assert expected <= sent <= 1.05 * expected

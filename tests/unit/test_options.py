@@ -44,7 +44,7 @@ REFUSED = {
     "--compile --compile-mode max-autotune --accumulate-steps 2": (
         "--compile-mode max-autotune with --accumulate-steps 2: a CUDA graph overwrites the gradients of"
     ),
-    "--sharded-checkpoints": "the ranks of this recipe hold no shards; drop it, or use fsdp or tensor",
+    "--sharded-checkpoints": "the ranks of this recipe hold no shards; drop it, or use fsdp, tensor, or context",
     "--evaluate": "--evaluate: it takes the weights of a file or a run; add --weights PATH",
     "--resume b.pt": "--resume: expects none or auto, got 'b.pt'; a new run: --start-from b.pt",
     "--weights a.pt --start-from b.pt": "--weights and --start-from: a run starts from one of the two; drop one",

@@ -33,6 +33,13 @@ def grid_mesh(args: Options, world: Peers, row_size: int, names: tuple[str, str]
     return DeviceMesh.from_group(cast(Any, groups), world.device.type, grid, mesh_dim_names=names)
 
 
+def flat_mesh(world: Peers) -> DeviceMesh:
+    """Return a mesh of all ranks in one dimension."""
+    # Where GPUs are visible, DeviceMesh() would replace a group of CPUs by one that waits for 30 minutes.
+    everyone = cast(dist.ProcessGroup, dist.group.WORLD)
+    return DeviceMesh.from_group(everyone, world.device.type, mesh_dim_names=("shard",))
+
+
 def gather_values(value: T | None, peers: Peers, group: dist.ProcessGroup) -> list[T] | None:
     """Return on rank 0 the values of a gloo group's ranks, which are the first ones; call it on all ranks.
 
