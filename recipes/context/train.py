@@ -49,6 +49,7 @@ from recipes.common.parallel.buckets import (
     wrap_in_ddp,
 )
 from recipes.common.parallel.groups import flat_mesh, grid_mesh
+from recipes.common.parallel.same_use import SameUse
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
 from recipes.common.world.agreement import check_same_weights, run_on_all_ranks, shard
@@ -174,6 +175,7 @@ def train(args: ContextOptions, world: World, stop: Stop) -> None:
     optimizer = build_optimizer(args, model, world)
     scaler = build_scaler(args, world.device)
     job = Job(args, "context", data, world, model, optimizer, scaler, stop, replicas=replicas)
+    same_use = SameUse(module, job)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
         """Accumulate the gradients of one pass; return this rank's part of the loss."""
@@ -184,17 +186,19 @@ def train(args: ContextOptions, world: World, stop: Stop) -> None:
         with world.watch("gradients", computes=True), nullcontext() if is_last or not ddp else ddp.no_sync():
             with autocast(args, world.device):
                 # Context: the mean over this rank's 1/N of the positions is 1/N of its samples' loss.
-                loss = job.loss(module(inputs), targets) / cp.size()
+                loss = job.loss(same_use.forward(inputs), targets) / cp.size()
+            same_use.check_loss(loss)
             # DDP, FSDP: gradients are averaged over ranks; this factor makes the result the global batch's mean.
             scaler.scale(loss * world.world_size).backward()
         if is_last:
             check_complete(ddp) if ddp else check_frozen(frozen_parameters)
+            same_use.check_gradients()
         return loss.detach()
 
     def predict(inputs: Tensor) -> Tensor:
         # Context: evaluation gathers keys and values, too; each rank counts its own positions.
         with world.watch("evaluation", computes=True), autocast(args, world.device):
-            return module(inputs)
+            return same_use.forward(inputs)
 
     technique = Technique(
         forward_backward,

@@ -10,9 +10,8 @@ https://arxiv.org/abs/1910.02054.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,8 +33,9 @@ from recipes.common.models.user_model import check_fit
 from recipes.common.optim import build_optimizer, build_scaler
 from recipes.common.options import Options, check_processes, is_user_code, option, parse, positive_int, switch
 from recipes.common.parallel.block_shards import kept_attributes, shard_blocks
-from recipes.common.parallel.buckets import FIX_MISSING, Named, check_frozen, frozen, missing_gradients, trained
+from recipes.common.parallel.buckets import check_frozen, frozen
 from recipes.common.parallel.groups import flat_mesh, grid_mesh
+from recipes.common.parallel.same_use import SameUse
 from recipes.common.parallel.sharding import (
     check_sharded_state,
     gather_state,
@@ -47,8 +47,7 @@ from recipes.common.parallel.sharding import (
 )
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
-from recipes.common.world.agreement import check_same_weights, raise_on_all_ranks, run_on_all_ranks
-from recipes.common.world.peers import Peers
+from recipes.common.world.agreement import check_same_weights, run_on_all_ranks
 from recipes.common.world.world import World, train_as_rank
 from recipes.fsdp.initialise import Shards, build_shards, materialise
 
@@ -144,108 +143,6 @@ def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
     return shard_blocks(model, args, mesh=build_mesh(args, world), **settings)
 
 
-MISUSES = {
-    "mixed torch.Tensor and DTensor": (
-        "forward() uses a parameter without calling its module, and FSDP gathers it when that is called; "
-        "call the module"
-    ),
-    "RegisterPostBackwardFunction": (
-        "a block changes its own input in place, and FSDP would not see when its backward ends; "
-        "let the block make a new tensor (x = x + y)"
-    ),
-}
-"""What torch says of models that FSDP cannot train, and what to say instead."""
-
-
-class SameBlocks:
-    """Checks that all ranks gather the same blocks in the same order.
-
-    FSDP matches gathers by their order alone: otherwise ranks would mix weights, or gloo would abort them. In the
-    first pass of training and of evaluation, ranks compare each block before they gather it. In later passes, a
-    rank compares its blocks with its own first pass.
-    """
-
-    def __init__(self, model: nn.Module, args: FSDPOptions, peers: Peers) -> None:
-        self.model, self.peers = model, peers
-        self.first_blocks: dict[bool, list[str]] = {}
-        """The blocks of the first pass, in evaluation (False) and in training (True)."""
-        self.blocks: list[str] | None = None
-        """The blocks of the current pass so far; None outside of a pass."""
-        # A block is compiled with its hooks.
-        compare = torch.compiler.disable(self.compare) if args.compile else self.compare
-        for name, module in model.named_modules():
-            if isinstance(module, FSDPModule):
-                model.get_submodule(name).register_forward_pre_hook(partial(compare, name), prepend=True)
-
-    @contextlib.contextmanager
-    def checked(self) -> Iterator[None]:
-        """Check a forward pass; call it on all ranks.
-
-        Raises UserError before the first gather that differs: in the first pass on all ranks, later on this one.
-        """
-        self.blocks = []
-        try:
-            yield
-        except RuntimeError as error:
-            what = next((what for said, what in MISUSES.items() if said in str(error)), "")
-            if not what:
-                raise
-            raise UserError(f"{what}, or use RECIPE=ddp", on_one_rank=True) from None
-        self.compare("nothing")
-        self.first_blocks.setdefault(self.model.training, self.blocks)
-        self.blocks = None
-
-    def compare(self, name: str, *_: Any) -> None:
-        """Raise UserError if another block than this one is next."""
-        if self.blocks is None:  # a sample may call some of the blocks
-            return
-        fix = "run the same blocks on all ranks in every pass, or use RECIPE=horovod"
-        if not (first := self.first_blocks.get(self.model.training)):
-            # FSDP: each rank sends the name of the block that it is about to gather.
-            with self.peers.watch("gradients" if self.model.training else "evaluation", computes=True):
-                names = self.peers.gather_objects(name)
-            for rank, other in enumerate(names):
-                if other != names[0]:
-                    what = f"rank {rank} runs {other} where rank 0 runs {names[0]}, and FSDP gathers in order"
-                    raise UserError(f"{what}; {fix}")
-        elif name != first[len(self.blocks)]:
-            what = f"rank {self.peers.rank} runs {name} where its first pass ran {first[len(self.blocks)]}"
-            raise UserError(f"{what}, and FSDP gathers in order; {fix}", on_one_rank=True)
-        self.blocks.append(name)
-
-
-@dataclass
-class SameGradients:
-    """Checks that the same parameters get a gradient on all ranks: FSDP would add up different ones."""
-
-    parameters: Named
-    job: Job
-    expected: list[str] | None = None
-    """Names of the parameters without a gradient in the first step."""
-
-    def __call__(self) -> None:
-        """Compare this step's parameters with the other ranks' if it is the first, else with the first step's.
-
-        Call it on all ranks after a step's last pass. Raises UserError on all ranks after the first step; after a
-        later one, the error becomes this rank's vote.
-        """
-        missing = missing_gradients(self.parameters)
-        if self.expected is None:
-            self.expected = missing
-            # FSDP: each rank sends the names of its parameters without a gradient, once.
-            with self.job.peers.watch("gradients"):
-                gathered = self.job.peers.gather_objects(missing)
-            different = [name for names in gathered for name in set(names) ^ set(missing)]
-            raise_on_all_ranks(self.error(min(different)) if different else None, self.job.peers)
-        elif missing != self.expected:
-            self.job.stop.fail(self.error(min(set(missing) ^ set(self.expected))))
-
-    def error(self, name: str) -> UserError:
-        """Return the error about a parameter that has a gradient on some ranks only."""
-        what = f"the parameter {name} got a gradient on some ranks or in some steps only"
-        return UserError(f"{what}, and FSDP sums by position; {FIX_MISSING}")
-
-
 def train(args: FSDPOptions, world: World, stop: Stop) -> None:
     """Train with the given options; call it on all ranks."""
     data = load_checked_data(args, "fsdp", world, stop)
@@ -268,13 +165,7 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
     optimizer = build_optimizer(args, model, world)
     job = Job(args, "fsdp", data, world, model, optimizer, build_scaler(args, world.device), stop)
 
-    same_blocks, check_gradients = SameBlocks(model, args, world), SameGradients(trained(model), job)
-    frozen_parameters = frozen(model)
-    used_blocks = None
-    if is_user_code(args.model):
-        from recipes.fsdp.used_blocks import UsedBlocks
-
-        used_blocks = UsedBlocks(model, args, world)
+    same_use, frozen_parameters = SameUse(model, job), frozen(model)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
         """Accumulate the gradients of one pass; return this rank's part of the loss."""
@@ -282,27 +173,24 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
         # whole gradients.
         module.set_requires_gradient_sync(is_last)
         with world.watch("gradients", computes=True):
-            with same_blocks.checked():
-                output = model(inputs)
-            loss = job.loss(output, targets)
-            if used_blocks:
-                used_blocks.check(loss)
+            loss = job.loss(same_use.forward(inputs), targets)
+            same_use.check_loss(loss)
             # FSDP: gradients are averaged over the ranks; this factor makes the result the global batch's mean.
             (loss * world.world_size).backward()
         if is_last:
             check_frozen(frozen_parameters)
-            check_gradients()
+            same_use.check_gradients()
         return loss.detach()
 
     def predict(inputs: Tensor) -> Tensor:
         # FSDP: evaluation gathers weights too, so all ranks run the same number of passes.
-        with world.watch("evaluation", computes=True), same_blocks.checked():
-            return model(inputs)
+        with world.watch("evaluation", computes=True):
+            return same_use.forward(inputs)
 
     if needs_check:
         # Passes gather the weights: all ranks run them.
         run_on_all_ranks(lambda: check_fit(model, args, data, world.device, predict), world)
-        same_blocks.first_blocks.clear()
+        same_use.first.clear()
     state = own_state if args.sharded_checkpoints else gather_state
     technique = Technique(
         forward_backward,

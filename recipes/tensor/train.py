@@ -34,6 +34,7 @@ from recipes.common.parallel import sharding
 from recipes.common.parallel.block_shards import kept_attributes, shard_blocks
 from recipes.common.parallel.buckets import check_frozen, frozen
 from recipes.common.parallel.groups import grid_mesh
+from recipes.common.parallel.same_use import SameUse
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
 from recipes.common.world.agreement import check_same_weights, run_on_all_ranks, shard
@@ -193,6 +194,7 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
     job = Job(args, "tensor", data, world, model, optimizer, scaler, stop, replicas=replicas)
     # Tensor: ranks of a replica draw the same numbers, as dropout does, for what each of them computes whole.
     job.draws_as = dp.get_local_rank()
+    same_use = SameUse(model, job)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
         """Accumulate the gradients of one pass; return this rank's part of the loss."""
@@ -205,7 +207,8 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
         shards = loss_parallel() if args.loss_parallel else nullcontext()
         with world.watch("gradients", computes=True), shards:
             with autocast(args, world.device):
-                loss = job.loss(model(inputs), targets)
+                loss = job.loss(same_use.forward(inputs), targets)
+            same_use.check_loss(loss)
             if gradients:
                 loss.backward()
                 gradients.finish()
@@ -214,13 +217,14 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
                 (loss * dp.size()).backward()
         if is_last:
             check_frozen(frozen_parameters)
+            same_use.check_gradients()
         # Tensor: all ranks of a replica have its whole loss; each gives 1/N of it to the sum that is logged.
         return sharding.gather_whole(loss.detach()) / tp.size()
 
     def predict(inputs: Tensor) -> Tensor | None:
         # Tensor: evaluation sums activations too; only the first rank of a replica counts its samples.
         with world.watch("evaluation", computes=True), autocast(args, world.device):
-            output = model(inputs)
+            output = same_use.forward(inputs)
         return output if tp.get_local_rank() == 0 else None
 
     def gather_state() -> Content | None:

@@ -134,12 +134,15 @@ class Grouped(nn.Module):
     def place(self, ids):
         return positions(ids.shape[1], ids.device)
 
+    def project(self, x):
+        return [layer(x) for layer in self.layers]
+
     def attend(self, q, k, v):
         return causal_attention(q, k, v, 0.5)
 
     def forward(self, ids):
         x = self.tokens(ids) + self.places(self.place(ids))
-        q, kv = (layer(self.norm(x)) for layer in self.layers)
+        q, kv = self.project(self.norm(x))
         q = q.unflatten(-1, (4, 8)).transpose(1, 2)
         k, v = kv.unflatten(-1, (4, 8)).transpose(1, 2).chunk(2, 1)
         return self.head(x + self.attend(q, k, v).transpose(1, 2).flatten(2))
@@ -179,6 +182,18 @@ class Shares(Grouped):
         self.layers[1].weight = nn.Parameter(self.layers[0].weight.data.t())
 
 
+class OtherOrder(Grouped):
+    def project(self, x):
+        is_other = self.training and os.environ["RANK"] == "1"
+        return [layer(x) for layer in (self.layers[::-1] if is_other else self.layers)]
+
+
+class OtherGradients(Grouped):
+    def project(self, x):
+        q, kv = super().project(x)
+        return q.detach() if self.training and os.environ["RANK"] == "1" else q, kv
+
+
 def drawn_by_rank(data):
     torch.manual_seed(int(os.environ.get("RANK", 0)))
     return Grouped(data)
@@ -213,6 +228,8 @@ def test_a_users_model_that_needs_whole_sequences_is_refused(tmp_path, model):
     [
         ("drawn_by_rank", f"rank 1: --model {OWN}drawn_by_rank is a model with weights of digest"),
         ("Shares", f"--model {OWN}Shares: layers.0.weight and layers.1.weight are two parameters in the same mem"),
+        ("OtherOrder", "rank 1 runs layers.1 where rank 0 runs layers.0, and FSDP gathers in order; run the same"),
+        ("OtherGradients", "the block layers.0 got gradients on some ranks or in some steps only, and FSDP sums"),
         ("Thaws", "training has set requires_grad of places.weight, whose gradient the ranks do not exchange"),
     ],
 )

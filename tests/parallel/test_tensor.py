@@ -147,6 +147,16 @@ class TiedBlocks(Llama):
         self.layers[1].norm1.weight = self.layers[0].norm1.weight
 
 
+class OneReplicaStops(Llama):
+    """The second replica's loss does not come from its layers."""
+
+    def __init__(self, data):
+        super().__init__(data)
+        self.layers[1].register_forward_hook(
+            lambda layer, inputs, x: x.detach() if layer.training and int(os.environ["RANK"]) > 1 else x
+        )
+
+
 OWN = (*GPT[:4], "--seq-len", "16", *STEPS, "--optimizer", "adamw", "--lr", "0.001", "--global-batch-size", "8")
 NAME = "tests.parallel.test_tensor:"
 
@@ -473,6 +483,13 @@ def test_a_block_of_shards_that_thaws_its_gathered_weights_is_refused(tmp_path):
     what = "training has set requires_grad of blocks.0.norm1.weight, whose gradient the ranks do not exchange"
     assert set(outcome.statuses) == {2}, outcome.text
     assert {line.startswith(f"error: {what}; ") for line in outcome.errors} == {True}, outcome.text
+
+
+def test_a_block_of_shards_that_one_replica_does_not_use_is_named(tmp_path):
+    """Ranks would wait in different exchanges."""
+    argv = (*OWN, "--device", "cpu", "--model", f"{NAME}OneReplicaStops", FULL)
+    refusal = start_run("tensor", tmp_path, 4, *argv).wait(60).refusal
+    assert refusal.startswith("error: the block layers.0 got gradients on some ranks or in some steps only, and ")
 
 
 @pytest.mark.parametrize("earlier", ["pass", "step", None])
