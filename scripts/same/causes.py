@@ -177,6 +177,10 @@ CAUSES = {
         "none of the known causes fits",
         "compare what enters the quantity named above at 1 process and at more",
     ),
+    "many-steps": Cause(
+        "the steps before it are the same; over so many, rounding errors alone may grow to this",
+        "run 10 to 50 steps: if they are the same, so is the training",
+    ),
 }
 
 NOTES = {

@@ -30,6 +30,9 @@ SAFETY = 30.0
 CHAOTIC = 1 / SAFETY
 """At this relative difference of the control run, even one as large as the gradient would count as rounding."""
 
+MANY_STEPS = 100
+"""From this step on, rounding alone may change the sign of a ReLU's input, and so the gradient by far more."""
+
 RESUMED_SHARE = 1e-4
 """Relative difference that is allowed between a resumed run and one that was not stopped."""
 
@@ -317,7 +320,7 @@ def check_training(run: Run, reference: Run, rounding: Rounding, is_scaled: bool
                 return Finding("scaled-with-batch" if is_scaled else "learning-rate-scaled", what)
         apart = difference(weight_change(record), weight_change(expected))
         if apart > max(rounding.limit(rounding.update, i), 10 * rounding.floor):
-            return Finding("unknown", f"{where}, update of the weights: differs by {apart:.1e}")
+            return Finding(unknown_in(i), f"{where}, update of the weights: differs by {apart:.1e}")
     return None
 
 
@@ -338,16 +341,29 @@ def explain_gradient(run: Run, reference: Run, i: int, apart: float) -> Finding:
         return Finding("batch-norm", what)
     if any(record["missing"] != expected["missing"] for record in records):
         return Finding("unused-parameters", what)
+    # Such shares have an effect in the first step that has them; those of a later step are not the cause.
+    cause, how = explain_shares(records)
+    if cause and not any(explain_shares(earlier)[0] == cause for earlier in run.steps[:i]):
+        return Finding(cause, f"{what}; {how}")
+    return Finding(unknown_in(i), what)
+
+
+def explain_shares(records: Sequence[Step]) -> tuple[str, str]:
+    """Return why the ranks' losses of a step do not average to that of one process, and how that shows, or ""."""
     counts = [len(record["rows"]) for record in records]
     if len(set(counts)) > 1:
-        return Finding("mean-of-means", f"{what}; the ranks have {', '.join(map(str, counts))} samples")
+        return "mean-of-means", f"the ranks have {', '.join(map(str, counts))} samples"
     if 1 < (size := records[0]["contrasted"]) <= counts[0]:
-        return Finding("contrastive", f"{what}; a rank's {size} samples are each other's classes")
+        return "contrastive", f"a rank's {size} samples are each other's classes"
     averaged = sorted(number for record in records for number in record["averaged"])
     if averaged and averaged[0] != averaged[-1]:
-        over = f"{averaged[0]:g} to {averaged[-1]:g} targets"
-        return Finding("mean-of-means", f"{what}; the losses are means over {over}")
-    return Finding("unknown", what)
+        return "mean-of-means", f"the losses are means over {averaged[0]:g} to {averaged[-1]:g} targets"
+    return "", ""
+
+
+def unknown_in(i: int) -> str:
+    """Return the cause of a difference in step i, the first one, that none of the known causes explains."""
+    return "unknown" if i < MANY_STEPS else "many-steps"
 
 
 def check_printed(run: Run, first: Run, rounding: Rounding, is_proven: bool) -> Iterator[Finding]:

@@ -393,6 +393,24 @@ def test_what_exceeds_rounding_is_found_in_its_first_step():
     assert causes(record(2, gradients)) == [("unknown", "step 3, gradient")]
 
 
+@pytest.mark.parametrize(
+    ("world_size", "step", "cause"),
+    [
+        (2, 50, "unknown"),
+        (2, 150, "many-steps"),
+        (5, 1, "mean-of-means"),  # the ranks have 3, 3, 2, 2 and 2 of 12 samples
+        (5, 50, "unknown"),  # as in the steps before, whose gradients are right
+        (5, 150, "many-steps"),
+    ],
+)
+def test_what_first_differs_late_is_not_blamed_on_what_was_there_before(world_size, step, cause):
+    gradients = np.tile(GRADIENTS[:1], (200, 1))
+    wrong = gradients.copy()
+    wrong[step - 1] *= 1 + 1e-3 * np.arange(SIZE)
+    found = causes(record(world_size, wrong), record(1, gradients))
+    assert found == [(cause, f"step {step}, gradient")]
+
+
 def test_how_large_rounding_is_comes_from_the_control_run():
     """The same difference passes if the control run varies more: the tolerance is then larger."""
     run, first = record(2, disturb(1e-3)), record(1, GRADIENTS)
