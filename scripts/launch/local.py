@@ -193,6 +193,7 @@ class LocalJob:
         self.refusals: list[str] = []
         self.held_until = 0.0
         self.interrupted_by = 0
+        self.name_to_add = ""
         self.stop_signals: set[int] = set()
         self.stop_grace_s = STOP_GRACE_S
         self.stop_deadline = float("inf")
@@ -296,7 +297,8 @@ class LocalJob:
         if not is_refused:  # otherwise node 0 has printed it
             self.print_refusals()
         if self.interrupted_by:
-            whole = "" if script.is_set() else "; checkpoints so far are whole: add --resume auto to resume"
+            fix = f"add --resume auto{self.name_to_add} to resume"
+            whole = "" if script.is_set() else f"; checkpoints so far are whole: {fix}"
             with contextlib.suppress(OSError):  # after SIGHUP: the terminal has gone
                 print(f"interrupted{whole}", file=sys.stderr)
             return 128 + self.interrupted_by
@@ -466,7 +468,7 @@ def run_job(args: Namespace, shares: list[list[str]], processes: int, elastic: t
     """Start a node for each share of the GPUs, wait until they have ended, and return the job's exit status."""
     nodes, port = len(shares), free_port()
     networks = [tuple(pair.split("=")) for pair in args.networks.split(",") if pair]
-    job = LocalJob()
+    job, is_named = LocalJob(), bool(read_option("--name", "", args.options))
     if elastic:
         if not script.is_set() and not read_option("--name", "", args.options):  # a restart resumes this run
             args.options = ["--name", name_run(args.recipe), *args.options]
@@ -475,6 +477,8 @@ def run_job(args: Namespace, shares: list[list[str]], processes: int, elastic: t
             words = f"NAME={Path(os.environ['RUN_DIR']).name} RESUME=auto"
         address = networks[-1][1] if networks else "127.0.0.1"
         job = ElasticJob(*elastic, address, f"to resume: the same command with {words}")
+    if not is_named:  # without a name, --resume auto may continue the run before: this one may not have begun
+        job.name_to_add = f" and --name {read_option('--name', '', args.options) or 'with the name of this run'}"
     if not script.is_set():  # a recipe ends its step first, and ends by itself if a rank waits for --timeout-s
         with contextlib.suppress(ValueError):  # the recipe refuses it
             job.stop_grace_s += 2 * float(read_option("--timeout-s", "300", args.options))

@@ -74,6 +74,26 @@ def test_a_recipe_may_end_its_step_after_a_stop_signal(monkeypatch, options, is_
     assert graces == [expected]
 
 
+@pytest.mark.parametrize(
+    ("options", "elastic", "expected"),
+    [
+        (["--name", "mine"], None, "add --resume auto to resume"),
+        ([], None, "add --resume auto and --name with the name of this run to resume"),
+        ([], (1, 3), "add --resume auto and --name ddp-7 to resume"),
+    ],
+)
+def test_ctrl_c_names_the_run_that_can_be_resumed(monkeypatch, capsys, options, elastic, expected):
+    """Before this run has a record, --resume auto alone would continue the run before it."""
+    monkeypatch.setattr(local, "name_run", lambda recipe: f"{recipe}-7")
+    monkeypatch.setattr(local, "start_process", lambda *_, **__: Namespace(poll=lambda: None))
+    monkeypatch.setattr(local.LocalJob, "handle_signals", lambda job: None)
+    monkeypatch.setattr(local.LocalJob, "start", lambda *_: None)
+    for kind in (local.LocalJob, local.ElasticJob):
+        monkeypatch.setattr(kind, "wait", lambda job: job.interrupt(signal.SIGINT, None) or job.report([]))
+    assert local.run_job(Namespace(recipe="ddp", networks="", options=options), [[]], 1, elastic) == 130
+    assert capsys.readouterr().err == f"interrupted; checkpoints so far are whole: {expected}\n"
+
+
 def test_an_output_that_cannot_be_written_is_one_line():
     """`make list >/dev/full`, and a report on a disk that is full."""
     with open("/dev/full", "w") as full:
