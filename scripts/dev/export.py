@@ -9,6 +9,7 @@ weights_only=True))` loads the file without this repository. A name that ends wi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -48,7 +49,8 @@ def main(argv: list[str]) -> None:
             os.fsync(file.fileno())
         temporary.replace(args.out)
     except (OSError, RuntimeError) as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # in a folder that cannot be written, there is none
+            temporary.unlink()
         reason = getattr(error, "strerror", None) or str(error).strip().split("\n")[0]
         raise UserError(f"cannot write {args.out}: {reason}; fix this and export again") from None
     print(f"wrote {args.out}: {len(weights)} tensors of step {content['position']['step']}, from {path}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import keyword
 import re
 
-from recipes.common.errors import UserError
+from recipes.common.errors import UserError, as_user_error
 from recipes.common.options import Parser
 from scripts.launch.command import ROOT, check_names, command, recipes
 
@@ -91,12 +91,13 @@ def main(argv: list[str]) -> None:
     for path in (folder, test):
         if path.exists():
             raise UserError(f"NAME={name}: {path.relative_to(ROOT)} exists; choose another name, or remove it")
-    folder.mkdir()
-    for path in sorted((ROOT / "recipes" / source).iterdir()):
-        if path.is_file():
-            (folder / path.name).write_text(rename(path.read_text(), source, name))
     options, page_options = OPTIONS.get(source, []), PAGE_OPTIONS.get(source, [])
-    test.write_text(TEST.format(name=name, options=options, page_options=page_options))
+    with as_user_error("write", folder):
+        folder.mkdir()
+        for path in sorted((ROOT / "recipes" / source).iterdir()):
+            if path.is_file():
+                (folder / path.name).write_text(rename(path.read_text(), source, name))
+        test.write_text(TEST.format(name=name, options=options, page_options=page_options))
     print(f"copied recipes/{source} to recipes/{name}, with a test")
     print(f'try it: make run RECIPE={name} NODES=2   and   make test ARGS="tests/parallel/test_{name}.py"')
 

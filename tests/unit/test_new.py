@@ -1,7 +1,11 @@
 """`make new`: a copy of a recipe stands under its own name, in the shape that the house asks for."""
 
+import errno
 import functools
+import os
 import re
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -55,6 +59,13 @@ def test_what_cannot_be_is_one_line(house, capsys, argv, message):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_checkout_that_cannot_be_written_is_one_line(house, monkeypatch, capsys):
+    read_only = OSError(errno.EROFS, os.strerror(errno.EROFS), "recipes/mine")
+    monkeypatch.setattr(Path, "mkdir", Mock(side_effect=read_only))
+    assert new.main(["--name", "mine"]) == 2
+    assert capsys.readouterr().err == "error: cannot write recipes/mine: Read-only file system\n"
 
 
 def import_copy(folder):
