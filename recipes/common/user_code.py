@@ -87,6 +87,8 @@ def import_user_code(flag: str, text: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
             fix = f"put {error.name.replace('.', '/')}.py into {os.getcwd()}, or its folder into PYTHONPATH"
+            if module_name.endswith(".py"):
+                fix = f"name the module without .py: {flag} {module_name.removesuffix('.py')}:{name}"
             raise UserError(f"{flag} {text}: there is no module {error.name!r}; {fix}") from None
         raise refusal(f"{flag} {text}: importing {module_name} failed", error) from error
     except KeyboardInterrupt:

@@ -704,6 +704,7 @@ FIT = ("--data", "mine:data", "--model", "mine:net", "--task")
 DOES_NOT_FIT = [
     (("--model", "mien:net"), "--model mien:net: there is no module 'mien'; put mien.py into "),
     (("--model", "mine.sub:net"), "there is no module 'mine.sub'"),
+    (("--model", "mine.py:net"), "there is no module 'mine.py'; name the module without .py: --model mine:net"),
     (("--model", "mine:nett"), "nett does not exist in {folder}/mine.py; did you mean 'net'?"),
     (("--model", "time:nett"), "--model time:nett: nett does not exist in time"),
     (("--model", "mine:NUMBER"), "NUMBER is not a function or class in {folder}/mine.py"),

@@ -122,8 +122,11 @@ def load_tokens(args: Options, device: torch.device, on_fault: Callable[[UserErr
 
     Raises UserError if there are no files, one of them has a wrong size, or they hold too few tokens.
     """
-    with as_user_error("read", args.data_dir):
+    try:
         paths = sorted(args.data_dir.iterdir())
+    except OSError as error:
+        what = f"cannot read {args.data_dir} ({error.strerror})"
+        raise UserError(f"--data tokens: {what}; give the folder of train.bin and val.bin by --data-dir") from None
     width = 2 if args.vocab_size <= 2**16 else 4
 
     def report(error: UserError) -> None:
