@@ -703,11 +703,11 @@ def test_a_sample_that_raises_an_error_ends_all_ranks_with_one_line(run, start, 
 
 ANSWERS = shlex.split("--data mine:sums --model gpt-tiny --optimizer adamw --lr 0.004 --max-steps 6")
 SHARED_OUT = [
-    *[("ddp", 2, ("--accumulate-steps", "2")), ("pipeline", 2, ()), ("context", 2, ("--context-parallel", "2"))],
+    *[("ddp", 2, ("--accumulate-steps", "2")), ("pipeline", 2, ()), ("context", 2, ())],
     *slow(
         *[("single", 1, ("--accumulate-steps", "3")), ("dataparallel", 1, ()), ("spawn", 2, ()), ("apex", 2, ())],
         *[("ddp", 2, ("--zero",)), ("fsdp", 3, ()), ("tensor", 4, ("--tensor-parallel", "2")), ("scratch", 3, ())],
-        *[("horovod", 2, ()), ("pipeline", 4, ("--stages", "2")), ("context", 4, ("--context-parallel", "2"))],
+        *[("horovod", 2, ()), ("pipeline", 4, ("--stages", "2")), ("context", 4, ("--fully-shard",))],
     ),
 ]
 
