@@ -158,6 +158,7 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
             module = wrap(model, args, world)
             if not why_whole:
                 materialise(model, shards, torch.device("cpu") if args.cpu_offload else world.device)
+            del shards  # the model has copies
         # FSDP: each rank sends whether its check_fit() saw the model without weights.
         needs_check = is_user_code(args.model) and not args.compile
         needs_check = needs_check and any(world.gather_objects(not why_whole))

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -371,6 +372,29 @@ def test_each_rank_holds_its_share(tmp_path, world_size, argv):
     shards = world_size // args.replicas
     assert sum(held) >= total * args.replicas
     assert max(held) <= 1.1 * total / shards
+
+
+def note_kept_rows(folder):
+    """Make each rank write, in a step, how many of the tensors that it was built from are still in memory."""
+    materialise, update = fsdp.materialise, loop.update
+    rows = []
+
+    def noting_materialise(model, shards, device):
+        rows.extend(map(weakref.ref, shards.values()))
+        materialise(model, shards, device)
+
+    def noting_update(job, *how):
+        (folder / f"kept{job.peers.rank}").write_text(f"{sum(row() is not None for row in rows)} of {len(rows)}")
+        update(job, *how)
+
+    fsdp.materialise, loop.update = noting_materialise, noting_update
+
+
+def test_a_rank_keeps_no_second_copy_of_its_rows(tmp_path):
+    argv = (*STEPS, "--max-steps", "1", "--device", "cpu")
+    train("fsdp", tmp_path, 2, *argv, setup=functools.partial(note_kept_rows, tmp_path))
+    for rank in range(2):
+        assert re.fullmatch(r"0 of [1-9]\d*", (tmp_path / f"kept{rank}").read_text())
 
 
 def note_restored_bytes(folder):
