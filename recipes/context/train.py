@@ -39,7 +39,7 @@ from recipes.common.options import (
     switch,
 )
 from recipes.common.parallel import sharding
-from recipes.common.parallel.block_shards import kept_attributes, shard_blocks
+from recipes.common.parallel.block_shards import finish_gathers, kept_attributes, shard_blocks
 from recipes.common.parallel.buckets import (
     check_complete,
     check_frozen,
@@ -190,6 +190,7 @@ def train(args: ContextOptions, world: World, stop: Stop) -> None:
             same_use.check_loss(loss)
             # DDP, FSDP: gradients are averaged over ranks; this factor makes the result the global batch's mean.
             scaler.scale(loss * world.world_size).backward()
+            finish_gathers(model, world.device, has_exchanged=is_last)
         if is_last:
             check_complete(ddp) if ddp else check_frozen(frozen_parameters)
             same_use.check_gradients()

@@ -32,7 +32,7 @@ from recipes.common.models.models import build_model, make_model
 from recipes.common.models.user_model import check_fit
 from recipes.common.optim import build_optimizer, build_scaler
 from recipes.common.options import Options, check_processes, is_user_code, option, parse, positive_int, switch
-from recipes.common.parallel.block_shards import kept_attributes, shard_blocks
+from recipes.common.parallel.block_shards import finish_gathers, kept_attributes, shard_blocks
 from recipes.common.parallel.buckets import check_frozen, frozen
 from recipes.common.parallel.groups import flat_mesh, grid_mesh
 from recipes.common.parallel.same_use import SameUse
@@ -178,6 +178,7 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
             same_use.check_loss(loss)
             # FSDP: gradients are averaged over the ranks; this factor makes the result the global batch's mean.
             (loss * world.world_size).backward()
+            finish_gathers(model, world.device, has_exchanged=is_last)
         if is_last:
             check_frozen(frozen_parameters)
             same_use.check_gradients()

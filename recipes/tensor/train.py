@@ -31,7 +31,7 @@ from recipes.common.loop import Check, Content, Technique, begin_run, load_data_
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, check_processes, is_user_code, option, parse, positive_int, switch
 from recipes.common.parallel import sharding
-from recipes.common.parallel.block_shards import kept_attributes, shard_blocks
+from recipes.common.parallel.block_shards import finish_gathers, kept_attributes, shard_blocks
 from recipes.common.parallel.buckets import check_frozen, frozen
 from recipes.common.parallel.groups import grid_mesh
 from recipes.common.parallel.same_use import SameUse
@@ -215,6 +215,7 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
             else:
                 # Tensor: FSDP averages the replicas' gradients; this factor makes the result their sum.
                 (loss * dp.size()).backward()
+                finish_gathers(model, world.device, has_exchanged=is_last)
         if is_last:
             check_frozen(frozen_parameters)
             same_use.check_gradients()

@@ -144,6 +144,15 @@ def test_shards_in_main_memory_equal_the_cpu_and_resume(tmp_path, cpu):
     assert largest_difference(weights(later), weights(run)) < 1e-5
 
 
+@pytest.mark.parametrize(("gpus", "recipe", "own"), [(2, "fsdp", ()), (4, "tensor", ("--fully-shard",))])
+def test_what_an_evaluation_gathers_last_does_not_overwrite_weights(tmp_path, cpu, gpus, recipe, own):
+    """The first backward after an evaluation gathers a block too many, in memory that the next pass gets."""
+    need_gpus(gpus)
+    words = ("--device", "cuda", "--accumulate-steps", "2", "--evaluate-every", "5", *own)
+    run = train(recipe, tmp_path, gpus, *STEPS, *words)
+    assert losses(run) == pytest.approx(losses(cpu), rel=FP32)
+
+
 def test_a_pipeline_on_two_gpus_of_a_process_equals_the_cpu(tmp_path):
     """GPT's first parameter is on the last GPU, whose stage needs it too.
 

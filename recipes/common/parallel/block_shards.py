@@ -98,6 +98,17 @@ def copy_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     return tree_map_only(Tensor, lambda x: x.clone() if x.requires_grad and x._base is not None else x, output)
 
 
+def finish_gathers(model: nn.Module, device: torch.device, has_exchanged: bool) -> None:
+    """On a GPU, wait for all gathers of FSDP's at the end of a pass that has exchanged no gradients.
+
+    Backward may gather a block too many, such as one of an evaluation before the pass. Torch 2.14 frees its memory
+    while it is being written: torch.Stream.wait_event() ignores a torch.cuda.Event. The next pass would gather its
+    own weights there. In a pass that exchanges gradients, FSDP waits for these, which come after the gathers.
+    """
+    if device.type == "cuda" and not has_exchanged and isinstance(model, FSDPModule):
+        torch.cuda.synchronize(device)
+
+
 def watch_frozen(module: nn.Module, args: Options, names: Mapping[nn.Parameter, str]) -> None:
     """Make a block raise as check_frozen() if it thaws its gathered weights, whose gradients FSDP would drop."""
     if found := [(name, names[parameter]) for name, parameter in frozen(module)]:
