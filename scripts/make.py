@@ -151,6 +151,8 @@ def run() -> Command:
             plain_name(value("NAME"))
         except argparse.ArgumentTypeError as error:
             raise UserError(f"NAME {error}; --runs-dir in ARGS chooses the folder") from None
+        if any(re.match("--name(=|$)", word) for word in args()):
+            raise UserError(f"NAME={value('NAME')}, and ARGS has --name; give one of them")
     options = [recipe(), *own, *name * bool(value("SCRIPT")), "--", *name * (not value("SCRIPT")), *args()]
     if value("WITH"):  # runs on the host's Python
         return module("docker.compose", options, packages="")

@@ -149,6 +149,16 @@ def test_args_are_words_as_a_shell_quotes_them_and_nothing_is_expanded(monkeypat
     assert make.TARGETS["run"]().argv == [*RUN, "ddp", "--", *words]
 
 
+@pytest.mark.parametrize("words", ["--name b", "--epochs 1 --name=b"])
+def test_a_run_has_one_name(monkeypatch, words):
+    for name, text in {"RECIPE": "ddp", "NAME": "a", "ARGS": words}.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(make.UserError, match=r"^NAME=a, and ARGS has --name; give one of them$"):
+        make.TARGETS["run"]()
+    monkeypatch.delenv("NAME")
+    assert make.TARGETS["run"]().argv == [*RUN, "ddp", "--", *words.split()]
+
+
 @pytest.mark.parametrize(
     ("name", "distribution", "typed", "is_kept"),
     [("PC", "Ubuntu", "", 0), ("pc", "Ubuntu", " -- NAME=pc", 1), ("mine", "Ubuntu", "", 1), ("pc", "", "", 1)],
