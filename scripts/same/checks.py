@@ -355,9 +355,11 @@ def explain_shares(records: Sequence[Step]) -> tuple[str, str]:
         return "mean-of-means", f"the ranks have {', '.join(map(str, counts))} samples"
     if 1 < (size := records[0]["contrasted"]) <= counts[0]:
         return "contrastive", f"a rank's {size} samples are each other's classes"
-    averaged = sorted(number for record in records for number in record["averaged"])
-    if averaged and averaged[0] != averaged[-1]:
-        return "mean-of-means", f"the losses are means over {averaged[0]:g} to {averaged[-1]:g} targets"
+    for numbers in zip(
+        *(record["averaged"] for record in records), strict=False
+    ):  # a step may have several losses
+        if min(numbers) != max(numbers):
+            return "mean-of-means", f"the losses are means over {min(numbers):g} to {max(numbers):g} targets"
     return "", ""
 
 

@@ -341,8 +341,9 @@ class Observer:
             classes, weight = target[target != given.get("ignore_index", -100)], given.get("weight")
             total = len(classes) if weight is None else weight[classes].sum().item()
             self.record["averaged"].append(total)
-            if input.shape == (len(target), len(target)) and target.tolist() == [*range(len(target))]:
-                self.record["contrasted"] = len(target)  # each sample's class is itself, as in CLIP
+            size = target.numel()
+            if input.shape == (size, size) and target.tolist() == [*range(size)]:
+                self.record["contrasted"] = size  # each sample's class is itself, as in CLIP
         return loss
 
     def drop_nothing(

@@ -128,8 +128,10 @@ BETWEEN_BATCHES = {
 }
 CONTEXT = "multiprocessing.context._default_context"
 FORKSERVER = f"{CONTEXT}._default_context = multiprocessing.get_context('forkserver')"
+EACH = "sum(map(cross_entropy, ddp(points), labels)) / len(labels) /"
 NO_BUGS = {
     "accumulation": ACCUMULATE,
+    "a loss of each sample by itself": {f"cross_entropy{LOSS}": EACH},
     "an optimizer that exchanges in its step": {**UNWRAPPED, SGD: EXCHANGING},
     # torch.distributed.checkpoint makes the state by an empty step before it loads a checkpoint.
     "an empty step that makes the optimizer's state": {

@@ -411,6 +411,18 @@ def test_what_first_differs_late_is_not_blamed_on_what_was_there_before(world_si
     assert found == [(cause, f"step {step}, gradient")]
 
 
+@pytest.mark.parametrize(
+    ("averaged", "cause"), [([[6, 2], [6, 2]], "unknown"), ([[6, 2], [6, 3]], "mean-of-means")]
+)
+def test_two_losses_of_a_step_may_be_means_over_different_numbers(averaged, cause):
+    wrong = GRADIENTS.copy()
+    wrong[0] *= 1 + 1e-3 * np.arange(SIZE)
+    run = record(2, wrong)
+    for rank, numbers in enumerate(averaged):
+        run.steps[0][rank]["averaged"] = numbers
+    assert causes(run, record(1, GRADIENTS)) == [(cause, "step 1, gradient")]
+
+
 def test_how_large_rounding_is_comes_from_the_control_run():
     """The same difference passes if the control run varies more: the tolerance is then larger."""
     run, first = record(2, disturb(1e-3)), record(1, GRADIENTS)
