@@ -416,7 +416,7 @@ class Job:
             raise UserError(f"{what}; return a tensor with a row for each sample, as in evaluation")
         total, count = self.data.task.loss_sum(in_float(output), target), self.target_count
         if isinstance(count, Tensor):
-            count = torch.where(count > 0, count, 1).to(total.device)
+            count = torch.where(count == 0, math.inf, count).to(total.device)  # the loss is 0 if none counts
         return total / count
 
     def is_vote_due(self) -> bool:

@@ -6,6 +6,7 @@ A recipe provides a Technique, which computes and exchanges the gradients of a p
 from __future__ import annotations
 
 import itertools
+import math
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -313,8 +314,12 @@ def train_until_evaluation(job: Job, technique: Technique) -> int:
 
 
 def count_targets(job: Job, targets: Tensor) -> Tensor:
-    """Return the task's count() of the global batch: a float32 scalar on the device. Call it on all ranks."""
+    """Return the task's count() of the global batch: a float32 scalar on the device. Call it on all ranks.
+
+    It is NaN, and so is the step's loss, if a rank's count is negative or not finite.
+    """
     count = torch.as_tensor(job.data.task.count(targets), dtype=torch.float32, device=job.device).sum()
+    count = torch.where((count >= 0) & count.isfinite(), count, math.nan)
     # Loss: sums how many targets of each rank count, 4 bytes a rank: a mean of the ranks' means is not the mean.
     with job.peers.watch("targets"):
         job.peers.sum_tensor(count)

@@ -1,5 +1,6 @@
 """Tasks, text, and GPTs: sums that ranks may add up, windows of whole files, a model that sees no future."""
 
+import dataclasses
 import errno
 import math
 import os
@@ -13,6 +14,7 @@ from recipes.common.data import Data, Spec, build_task, load_data
 from recipes.common.data.text import SEPARATOR, TEST_SHARE, TextSplit, read_files, split_files
 from recipes.common.errors import UserError
 from recipes.common.language import TEMPERATURE, LanguageModel, generate
+from recipes.common.loop import count_targets
 from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models.gpt import GPT, rotate
 from recipes.common.models.layers import layers
@@ -25,7 +27,7 @@ from recipes.common.task import SKIPPED, Classification, Task, in_float
 from recipes.pipeline.partition import PartModule, merge_states, own_state, plan_parts, stages_of, state_of
 from recipes.single.train import options
 from tests.conftest import refused
-from tests.tiny import ALONE
+from tests.tiny import ALONE, tiny_job
 
 CPU = torch.device("cpu")
 
@@ -386,3 +388,16 @@ def test_a_count_that_is_no_number_of_samples_is_refused(count):
     add_batch(totals, Miscounts(), outputs.detach(), labels)
     with pytest.raises(UserError, match=r"--task Miscounts: count\(\) of a batch is negative or not finite"):
         averages(totals, Miscounts(), 4)
+    job = tiny_job()
+    job.data = dataclasses.replace(job.data, task=Miscounts())
+    job.target_count = count_targets(job, labels)
+    assert job.loss(outputs, labels).isnan()
+
+
+def test_a_step_in_which_none_counts_trains_nothing():
+    """Not even where loss_sum() is not 0."""
+    job, outputs = tiny_job(), torch.randn(4, 3, requires_grad=True)
+    job.data = dataclasses.replace(job.data, task=Classification())
+    job.target_count = count_targets(job, torch.full((4,), SKIPPED))
+    job.loss(outputs, torch.arange(4) % 3).backward()
+    assert outputs.grad.count_nonzero() == 0
