@@ -24,12 +24,13 @@ def new_totals(task: Task, device: torch.device) -> Tensor:
 def add_batch(totals: Tensor, task: Task, output: Tensor, target: Tensor) -> None:
     """Add a batch to the totals: its output and its target, whose first dimension counts samples."""
     output = in_float(output)
-    evaluated = torch.as_tensor(task.count(target), dtype=totals.dtype)
+    # A task's one value may have a shape such as (1, 1).
+    evaluated = torch.as_tensor(task.count(target), dtype=totals.dtype).sum()
     # averages() refuses NaN: to raise here would wait for a GPU in each batch.
     totals[0] += torch.where(evaluated >= 0, evaluated, math.nan)
     totals[1] += len(target) - evaluated
     for place, value in enumerate((task.loss_sum(output, target), *task.metric_sums(output, target)), 3):
-        # A metric's one value may have a shape such as (1, 1); apex's O1 cannot add float32 to float64.
+        # Apex's O1 cannot add float32 to float64.
         totals[place] += torch.as_tensor(value, dtype=totals.dtype).sum()
 
 

@@ -29,10 +29,13 @@ class TestTotals:
         result = metrics.averages(whole, TASK, 11)
         assert result == {"test_loss": pytest.approx(loss / 10, rel=1e-6), "test_accuracy": correct / 10}
 
-    def test_a_metric_may_have_the_shape_that_keepdim_leaves(self):
+    def test_a_metric_and_a_count_may_have_the_shape_that_keepdim_leaves(self):
         class Kept(Classification):
             def metric_sums(self, output, target):
                 return (super().metric_sums(output, target)[0].reshape(1, 1),)
+
+            def count(self, target):
+                return super().count(target).reshape(1, 1)
 
         logits, labels = torch.eye(4), torch.tensor([0, 1, 2, 2])
         totals = metrics.new_totals(TASK, CPU)

@@ -179,6 +179,10 @@ class NoCount(Fit):
     def count(self, target):
         return (target > 0).sum(1)
 
+class CountsShare(Fit):
+    def count(self, target):
+        return (target > -9).float().mean()
+
 class CountsEach(Fit):
     def count(self, target):
         return target > 0
@@ -753,6 +757,7 @@ DOES_NOT_FIT = [
     ((*WELL, "--task", "mine:ChangesTarget"), "it changes output or target in place; let it change a copy"),
     ((*FIT, "mine:NoCount"), "count() failed: IndexError: Dimension out of range (expected to be in range of [-1, 0], but got 1) ({folder}/mine.py, line "),
     ((*FIT, "mine:CountsEach"), "count() failed: "),
+    ((*FIT, "mine:CountsShare"), "count() of two samples is 1, the sum of each one's 2; return the sum over the samples"),
     ((*FIT, "mine:NoTuple"), "metric_sums() returned a Tensor that does not fit; return a tuple, a value for each"),
     (("--data", "mine:classes", "--model", "mine:KeepsObject"), "--model mine:KeepsObject: no checkpoint gives back _extra_state, a Generator; let get_extra_state() return"),
     ((*FIT, "mine:NoNumber"), "--task NoNumber: derive() returned a list as 'rms_error'; return a number"),

@@ -190,10 +190,10 @@ def check_task(task: Task, output: Tensor, targets: Tensor) -> None:
     if not math.isfinite(loss.item()):
         fix = "look for values that are not finite in --data, and in what the model returns"
         raise UserError(f"{what}: the loss of two samples is {loss.item()}; {fix}")
-    check_sums(what, task, output, targets)
     count = call_user_code(f"{what}: count()", lambda: float(task.count(targets)))
     if not 0 <= count < math.inf:
         raise UserError(f"{what}: count() is {count:g}; return how many samples count")
+    check_sums(what, task, output, targets)
     means = call_user_code(what, lambda: [torch.as_tensor(value).item() / len(targets) for value in (loss, *sums)])
     try:
         add_derived(dict(zip(("loss", *task.metrics), means, strict=True)), task)
@@ -235,29 +235,29 @@ def mixes_samples(model: Callable[[Tensor], Any], inputs: Tensor, output: Tensor
 
 
 def check_sums(what: str, task: Task, output: Tensor, targets: Tensor) -> None:
-    """Raise UserError if the loss or a metric of several samples is not the sum of the single samples' values.
+    """Raise UserError if loss, count or a metric of several samples is not the sum of the single samples' values.
 
     Many metrics of an untrained model are 0, so all are also computed for an output that predicts the targets.
     """
     pairs = call_user_code(what, sums_of, task, output, targets)
     with contextlib.suppress(Exception):  # the task may take no such output
         pairs += sums_of(task, exact_output(output, targets), targets)
-    for name, (whole, alone) in zip(itertools.cycle((None, *task.metrics)), pairs, strict=False):
+    names = "loss_sum()", "count()", *(f"metric_sums()'s {name}" for name in task.metrics)
+    for own, (whole, alone) in zip(itertools.cycle(names), pairs, strict=False):
         if not math.isfinite(whole) or math.isclose(whole, alone, rel_tol=1e-3, abs_tol=1e-5):
             continue
         fix = "return a sum of one value for each sample, and let derive() compute what is no sum"
         if math.isclose(whole * len(targets), alone, rel_tol=1e-3, abs_tol=1e-5):
             fix = 'return the sum over the samples (reduction="sum"), not the mean'
-        own = f"metric_sums()'s {name}" if name else "loss_sum()"
         raise UserError(f"{what}: {own} of two samples is {whole:.6g}, the sum of each one's {alone:.6g}; {fix}")
 
 
 def sums_of(task: Task, output: Tensor, targets: Tensor) -> list[tuple[float, float]]:
-    """Return the loss and each metric of all samples together, each with the sum over single samples."""
+    """Return loss, count and each metric of all samples together, each with the sum over single samples."""
 
     def values(rows: slice) -> Tensor:
         some = output[rows], targets[rows]
-        sums = (task.loss_sum(*some), *task.metric_sums(*some))
+        sums = (task.loss_sum(*some), task.count(some[1]), *task.metric_sums(*some))
         return torch.stack([torch.as_tensor(value).detach().double().sum().cpu() for value in sums])
 
     alone = sum(values(slice(i, i + 1)) for i in range(len(targets)))
