@@ -355,9 +355,7 @@ def explain_shares(records: Sequence[Step]) -> tuple[str, str]:
         return "mean-of-means", f"the ranks have {', '.join(map(str, counts))} samples"
     if 1 < (size := records[0]["contrasted"]) <= counts[0]:
         return "contrastive", f"a rank's {size} samples are each other's classes"
-    for numbers in zip(
-        *(record["averaged"] for record in records), strict=False
-    ):  # a step may have several losses
+    for numbers in zip(*(record["averaged"] for record in records), strict=False):  # of each of a step's losses
         if min(numbers) != max(numbers):
             return "mean-of-means", f"the losses are means over {min(numbers):g} to {max(numbers):g} targets"
     return "", ""
