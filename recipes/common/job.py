@@ -90,7 +90,7 @@ class Job:
         """Whether the first step has yet to show if the model fits checkpoints, and losses depend on the ranks."""
         self.draws_as = self.peers.rank
         """The rank whose random numbers this rank draws in a step: see seed_step()."""
-        may_differ = self.data.may_skip or self.args.skip_bad_images or is_user_code(self.args.task)
+        may_differ = self.data.may_skip or is_user_code(self.args.task)
         self.counts_targets = may_differ and has_own(self.data.task, "count")
         """Whether the count of a step's targets may differ from the size of the global batch."""
         self.target_count: int | Tensor = self.args.global_batch_size

@@ -470,7 +470,7 @@ def run_job(args: Namespace, shares: list[list[str]], processes: int, elastic: t
     networks = [tuple(pair.split("=")) for pair in args.networks.split(",") if pair]
     job, is_named = LocalJob(), bool(read_option("--name", "", args.options))
     if elastic:
-        if not script.is_set() and not read_option("--name", "", args.options):  # a restart resumes this run
+        if not script.is_set() and not is_named:  # a restart resumes this run
             args.options = ["--name", name_run(args.recipe), *args.options]
         words = f"--name {read_option('--name', '', args.options)} --resume auto"
         if script.is_set():

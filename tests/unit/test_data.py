@@ -365,3 +365,4 @@ class TestImageFolder:
         path = tmp_path / "train" / "a" / "0.jpg"
         assert list(map(str, told)) == [f"cannot read {path}: Stale file handle; fix this, then add --resume auto"]
         assert data.train.skipped == 0
+        assert data.may_skip == bool(flags)

@@ -147,6 +147,7 @@ def test_a_damaged_image_is_one_line(copy):
         data = load("shards", copy, told.append, *flags)
         ((_, labels),) = data.train.unreported().batches([split.storage_order()[:1]], 0)
         assert (labels.tolist(), data.train.skipped, len(told)) == ([SKIPPED], 0, 1)
+        assert data.may_skip == bool(flags)
 
 
 def test_an_empty_image_is_one_that_does_not_decode(tmp_path, monkeypatch):

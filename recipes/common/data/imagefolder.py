@@ -16,7 +16,7 @@ import socket
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -287,7 +287,7 @@ def data_of(
         return LoadedSplit(images, args, device, on_bad_image, normalise, collate, decode)
 
     train, test = map(split, halves)
-    return Data.of_images(train, test, 3, args.image_size, num_classes)
+    return replace(Data.of_images(train, test, 3, args.image_size, num_classes), may_skip=args.skip_bad_images)
 
 
 def _folder_digest(folder: Path) -> str:

@@ -100,7 +100,7 @@ class Data:
     fingerprints: dict[str, str] = field(default_factory=dict)
     """A string that identifies each half: all ranks have the same ones, and all launches of a run should."""
     may_skip: bool = False
-    """Whether targets of the user's data may be SKIPPED."""
+    """Whether targets may be SKIPPED."""
 
     @classmethod
     def of_images(cls, train: Split, test: Split, channels: int, image_size: int, num_classes: int) -> Data:
