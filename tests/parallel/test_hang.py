@@ -84,6 +84,16 @@ def test_every_recipe_names_a_stopped_rank(tmp_path, recipe, world_size, victim)
     assert_reported(run, line, victim, awake)
 
 
+def test_a_rank_that_stops_is_named_by_the_second_of_two_collectives_that_wait_for_it(tmp_path):
+    """Gloo ends the count of targets, which waits behind the vote, with another message than the vote."""
+    stop = Interrupt(signal.SIGSTOP, STEP, [1])
+    argv = ("--data", "tests.slow_data:slower_images", "--log-every", "1000")
+    awake, line, run = interrupted("ddp", tmp_path, 2, stop, *argv)
+    assert line.startswith("error: rank 1 on ")
+    assert f' waited {TIMEOUT_S} s in "targets" after step {STEP}; ' in line
+    assert_reported(run, line, 1, awake)
+
+
 def test_a_rank_that_does_not_come_is_named_and_shows_what_it_does_instead(tmp_path):
     sleep = Interrupt(signal.SIGCONT, STEP, [1], sleep_s=600)
     _, line, run = interrupted("ddp", tmp_path, 3, sleep)

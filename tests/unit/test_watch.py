@@ -113,6 +113,7 @@ def test_after_a_collective_inside_of_another_the_outer_one_is_watched(args, wat
 def test_a_dead_peer_is_told_from_one_that_hangs(watch):
     with watch("gradients"):
         assert watch.is_hang("Timed out waiting 5000ms for recv operation to complete")
+        assert watch.is_hang("Application timeout caused pair closure")
         assert watch.is_hang("[Rank 1] Work WorkNCCL(SeqNum=7, OpType=BROADCAST) timed out in blocking wait.")
         assert watch.is_hang("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, ")
         assert not watch.is_hang("Connection closed by peer")

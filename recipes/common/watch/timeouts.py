@@ -15,6 +15,7 @@ HANG_STATUS = 3
 
 TIMEOUT_PHRASES = (
     "Timed out waiting",  # gloo
+    "Application timeout caused pair closure",  # gloo, of a collective under way when another one timed out
     "wait timeout after",  # the store, while gloo connects
     "Watchdog caught collective operation timeout",  # NCCL
     "timed out in blocking wait",  # NCCL with TORCH_NCCL_BLOCKING_WAIT=1
