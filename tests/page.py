@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import runpy
 import sys
 import traceback
@@ -18,7 +19,9 @@ def run_page(recipe: str, argv: list[str]) -> None:
     sys.argv = [str(path), *argv]
     sys.path.insert(0, str(ROOT / "tests" / "stand_in"))  # apex.amp itself needs a GPU
     # Fork: a new interpreter would import torch, 10 s of a core. test_your_own.py starts the page as a user does.
-    mp.spawn = functools.partial(mp.start_processes, start_method="fork")
+    # Not where there may be GPUs: without NVML, torch cannot count them in a process that forks others.
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        mp.spawn = functools.partial(mp.start_processes, start_method="fork")
     status = 0
     try:
         runpy.run_path(str(path), run_name="__main__")
