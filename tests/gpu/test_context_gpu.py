@@ -1,4 +1,4 @@
-"""Context parallelism on GPUs: their attention kernels, two ranks over NCCL, and the page."""
+"""Context parallelism on GPUs: their attention kernels, two ranks that share one, two over NCCL, and the page."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from recipes.common.models.gpt import Attention, rotate
 from recipes.context import attention
 from recipes.context.attention import division, own_part
 from tests.conftest import need_gpus
-from tests.gpu.test_every_recipe_gpu import FIRST, FP32, STEPS
-from tests.parallel.test_context import TEXT, Mesh, run_the_page, texts  # noqa: F401 (a fixture)
-from tests.support import losses, train
+from tests.gpu.test_every_recipe_gpu import FIRST, FP32, STEPS, share_a_gpu
+from tests.parallel.test_context import FULL, TEXT, Mesh, run_the_page, texts  # noqa: F401 (a fixture)
+from tests.support import losses, run_ranks, train, words_for
+
+WORDS = (*TEXT[:-2], *STEPS, "--seq-len", "64")
 
 
 @pytest.fixture(autouse=True)
@@ -38,12 +40,26 @@ def test_each_ranks_attention_and_gradients_are_those_of_whole_sequences(monkeyp
         assert torch.allclose(one + other, whole, atol=error * whole.abs().max().item())
 
 
-@pytest.mark.parametrize("more", [(), ("--compile",)])
-def test_two_gpus_equal_the_cpu(tmp_path, more):
+@pytest.fixture(scope="module")
+def cpu(tmp_path_factory):
+    """Return the losses of single on a CPU."""
+    need_gpus()
+    return losses(train("single", tmp_path_factory.mktemp("cpu"), 1, *WORDS, "--device", "cpu"))
+
+
+@pytest.mark.parametrize("more", [(), (FULL,)])
+def test_two_ranks_on_one_gpu_equal_the_cpu(tmp_path, cpu, more):
+    run_ranks(
+        "context", words_for(tmp_path, "run", *WORDS, "--device", "cuda", *more), 2, tmp_path, setup=share_a_gpu
+    )
+    assert losses(tmp_path / "run") == pytest.approx(cpu, rel=FP32)
+
+
+@pytest.mark.parametrize("more", [(), (FULL,), ("--compile",)])
+def test_two_gpus_equal_the_cpu(tmp_path, cpu, more):
     need_gpus(2)
-    words = (*TEXT[:-2], *STEPS, "--seq-len", "64")
-    run = train("context", tmp_path, 2, *words, "--device", "cuda", *more)
-    assert losses(run) == pytest.approx(losses(train("single", tmp_path, 1, *words, "--device", "cpu")), rel=FP32)
+    run = train("context", tmp_path, 2, *WORDS, "--device", "cuda", *more)
+    assert losses(run) == pytest.approx(cpu, rel=FP32)
 
 
 def test_the_page_on_one_gpu_has_the_cpus_curve(tmp_path, texts):  # noqa: F811
