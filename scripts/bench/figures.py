@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -19,7 +19,8 @@ PARTS = {
 }
 """The parts and the maximum rounds of each. A part is a module with `measure(rounds, folder) -> list[Figure]`.
 
-The one round of gpu should take less than ten minutes (estimated; it has not run on a GPU yet).
+The one round of gpu should take less than ten minutes (estimated; it has not run on a GPU yet). Stopped earlier,
+by TERM or Ctrl-C, it keeps the figures so far; the most telling ones come first.
 """
 
 TITLES = ("figure", "goal", "measured", "min .. max", "met", "against", "note")
@@ -81,20 +82,28 @@ Rounds = dict[str, list[float]]
 """For each contender, its value in each round."""
 
 
-def take_turns(contenders: Mapping[str, Callable[[], float]], rounds: int, warm_up: bool = False) -> Rounds:
-    """Call every contender once per round, so that noise of the machine affects all of them alike.
+def turns(contenders: Mapping[str, Callable[[], float]], rounds: int) -> Iterator[tuple[str, list[float]]]:
+    """Call every contender once per round; yield after each call its name and its values so far.
 
-    The order rotates by one each round. With warm_up, each one is first called once without being measured: use it
-    for contenders that do not warm up by themselves.
+    The order rotates by one each round, so that noise of the machine affects all of them alike.
     """
     names = list(contenders)
-    for name in names if warm_up else ():
-        contenders[name]()
     values: Rounds = {name: [] for name in names}
     for i in range(rounds if names else 0):
         for name in [*names[i % len(names) :], *names[: i % len(names)]]:
             values[name].append(contenders[name]())
-    return values
+            yield name, values[name]
+
+
+def take_turns(contenders: Mapping[str, Callable[[], float]], rounds: int, warm_up: bool = False) -> Rounds:
+    """Return the values of contenders that take turns in each round.
+
+    With warm_up, each one is first called once without being measured: use it for contenders that do not warm up
+    by themselves.
+    """
+    for name in contenders if warm_up else ():
+        contenders[name]()
+    return dict(turns(contenders, rounds))
 
 
 def median_and_range(values: Sequence[float]) -> tuple[float, float, float]:

@@ -1,4 +1,4 @@
-"""One GPU: resnet50 and gpt-small with all that makes them fast, resnet50 also from JPEGs, and an epoch of LeNet.
+"""One GPU: an epoch of LeNet, resnet50 and gpt-small with all that makes them fast, and resnet50 from JPEGs.
 
 resnet50 is compared with eager loops, gpt-small with itself in eager fp32, and both with the roofline. LeNet's
 kernels take less time than their launch: it is measured with and without CUDA graphs, and compared with the epoch
@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
 from scripts.bench import jpeg, small_data
-from scripts.bench.figures import Figure, Rounds, median_and_range, speed_figure, take_turns, unmeasured
+from scripts.bench.figures import Figure, Rounds, median_and_range, speed_figure, turns, unmeasured
 from scripts.bench.programs import contender, parse_result, recipe, run
 from scripts.launch.command import warn
 from scripts.launch.cores import count_cores
@@ -43,23 +45,36 @@ LENET_GOAL = "<= 4.1"
 RESNET = "resnet50, 224, bf16, channels_last, compiled: images/s"
 GPT = f"gpt-small, sequences of {LENGTH:,}, bf16, compiled: tokens/s"
 LENET = "LeNet, 60,000 images, batch 256: seconds of an epoch"
-ROOFLINE = "bf16 matrix products"
+JPEGS = "resnet50 from JPEGs"
+ROOFLINE, ON_GPU = "bf16 matrix products", "the same with the images on the GPU"
+
+FAULTS = (LookupError, OSError, RuntimeError, ValueError)
+"""What fails in a contender, such as a command that ends with an error or prints no result."""
 
 
 def measure(rounds: int, folder: Path) -> Iterator[Figure]:
     """Yield seconds of an epoch of LeNet, images/s and peak memory of resnet50, and tokens/s of gpt-small.
 
-    The first takes a minute and has a goal; the others take several, most of which torch compiles.
+    Each figure comes as soon as it is measured: a run that is stopped keeps those before. LeNet takes a minute and
+    has a goal; the others take several, most of which torch compiles. JPEGs, which need most of the machine, come
+    last.
     """
-    for name, goal, model in ((LENET, LENET_GOAL, lenet), (RESNET, "", resnet), (GPT, "", gpt)):
+    models = {LENET: lenet, RESNET: resnet, GPT: gpt, JPEGS: jpegs}
+    for name, model in models.items():
+        goal = LENET_GOAL if name == LENET else ""
         if not torch.cuda.is_available():
             yield unmeasured(name, "there is no GPU", goal)
             continue
         try:
             yield from model(rounds, folder)
-        except (LookupError, OSError, RuntimeError, ValueError) as error:
+        except FAULTS as error:
             warn(f"{name}: {error}")
-            yield unmeasured(name, str(error), goal)
+            yield unmeasured(name, last_line(error), goal)
+
+
+def last_line(error: Exception) -> str:
+    """Return the last line of an error's text, which names the cause, or its type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1]
 
 
 def photo_steps(workers: int) -> int:
@@ -85,47 +100,64 @@ def write_dataset(folder: Path, steps: int) -> None:
             path.hardlink_to(originals[number % len(originals)])
 
 
-def resnet(rounds: int, folder: Path) -> list[Figure]:
-    """Measure resnet50 with the data on the GPU and from JPEGs."""
+def train_resnet(folder: Path, steps: int, *more: str) -> dict[str, Any]:
+    """Train resnet50 with all that makes it fast, and return its result."""
+    size = ("--global-batch-size", str(BATCH), "--max-steps", str(steps))
+    return recipe("single", folder, [*OPTIONS, *more, *size, *FAST, "--channels-last"])
+
+
+def resnet(rounds: int, folder: Path) -> Iterator[Figure]:
+    """Measure resnet50 with the images on the GPU."""
+    memory: list[float] = []
+
+    def ours() -> float:
+        result = train_resnet(folder, STEPS + 1, *RESIDENT)
+        memory.append(result["peak_memory_bytes"])
+        return result["samples_per_s"]
+
+    def plain(*words: str) -> float:
+        size = ("--global-batch-size", str(BATCH), "--max-steps", str(STEPS))
+        of_recipe = [*OPTIONS, *RESIDENT, *size, "--no-channels-last"]
+        step_ms = contender("bare_step", ["--steps", str(STEPS), *words, "--", *of_recipe])["step_ms"]
+        return 1000 * BATCH / step_ms
+
+    contenders = {
+        "ours": ours,
+        "roofline": lambda: roofline(TRAINING_FLOP),
+        "tf32": lambda: plain("--tf32"),
+        "fp32": plain,
+    }
+    pairs = {
+        ("ours", "roofline"): (RESNET, ROOFLINE),
+        ("ours", "tf32"): (RESNET, "eager TF32, on ready tensors"),
+        ("ours", "fp32"): (RESNET, "eager fp32, on ready tensors"),
+    }
+    for figure in ratios(contenders, rounds, pairs, "images/s"):
+        more = f"; peak memory {max(memory, default=0) / 2**30:.1f} GiB" * (figure.measured is not None)
+        yield replace(figure, note=figure.note + more)
+
+
+def jpegs(rounds: int, folder: Path) -> Iterator[Figure]:
+    """Measure resnet50 from JPEGs against the same with the images on the GPU."""
     cores = count_cores()
     steps = photo_steps(cores)
     write_dataset(folder / "photos", steps)
     photos = ("--data", "imagefolder", "--data-dir", str(folder / "photos"), "--workers", str(cores))
-    size = ("--global-batch-size", str(BATCH), "--max-steps")
-    memory: list[float] = []
-
-    def ours(steps: int, *more: str) -> float:
-        result = recipe("single", folder, [*OPTIONS, *more, *size, str(steps), *FAST, "--channels-last"])
-        memory.append(result["peak_memory_bytes"])
-        return result["samples_per_s"]
 
     def from_photos(*more: str) -> float:
-        ours(steps, *photos, "--log-every", str(STEPS), *more)
+        train_resnet(folder, steps, *photos, "--log-every", str(STEPS), *more)
         return logged_rates(folder)[-1]
 
-    def plain(*words: str) -> float:
-        of_recipe = [*OPTIONS, *RESIDENT, *size, str(STEPS), "--no-channels-last"]
-        step_ms = contender("bare_step", ["--steps", str(STEPS), *words, "--", *of_recipe])["step_ms"]
-        return 1000 * BATCH / step_ms
-
-    contenders: dict[str, Callable[[], float]] = {
-        "ours": lambda: ours(STEPS + 1, *RESIDENT),
-        "photos": from_photos,
-        "photos, decoded by it": lambda: from_photos("--decode", "gpu"),
-        "fp32": plain,
-        "tf32": lambda: plain("--tf32"),
-        "roofline": lambda: roofline(TRAINING_FLOP),
+    contenders = {
+        "resident": lambda: train_resnet(folder, STEPS + 1, *RESIDENT)["samples_per_s"],
+        "JPEGs": from_photos,
+        "JPEGs, decoded by the GPU": lambda: from_photos("--decode", "gpu"),
     }
-    values, faults = measure_working(contenders, rounds)
-    peak = f"images/s; peak memory {max(memory, default=0) / 2**30:.1f} GiB"
-    peers = {
-        "fp32": "eager fp32 loop on ready tensors",
-        "tf32": "eager TF32 loop on ready tensors",
-        "roofline": ROOFLINE,
-        "photos": f"the same from JPEGs, decoded by {cores} cores",
-        "photos, decoded by it": f"the same from JPEGs, read by {cores} processes and decoded by the GPU",
+    pairs = {
+        ("JPEGs", "resident"): (f"{JPEGS}, decoded by {cores} cores: images/s", ON_GPU),
+        ("JPEGs, decoded by the GPU", "resident"): (f"{JPEGS}, decoded by the GPU: images/s", ON_GPU),
     }
-    return ratios(RESNET, values, faults, peers, peak)
+    yield from ratios(contenders, rounds, pairs, "images/s")
 
 
 def logged_rates(folder: Path) -> list[float]:
@@ -133,7 +165,7 @@ def logged_rates(folder: Path) -> list[float]:
     return [row["samples_per_s"] for row in read_metrics(folder / "run") if "loss" in row]
 
 
-def gpt(rounds: int, folder: Path) -> list[Figure]:
+def gpt(rounds: int, folder: Path) -> Iterator[Figure]:
     """Measure the tokens/s of gpt-small."""
     options = ["--device", "cuda", "--data", "text", "--model", "gpt-small", "--seq-len", str(LENGTH)]
     options += ["--global-batch-size", str(SEQUENCES), "--max-steps", str(STEPS + 1)]
@@ -142,37 +174,64 @@ def gpt(rounds: int, folder: Path) -> list[Figure]:
         return LENGTH * recipe("single", folder, [*options, *more])["samples_per_s"]
 
     ours, limit = partial(tokens_per_s, *FAST), partial(roofline, TOKEN_FLOP)
-    values, faults = measure_working({"ours": ours, "fp32": tokens_per_s, "roofline": limit}, rounds)
-    return ratios(GPT, values, faults, {"fp32": "the same in eager fp32", "roofline": ROOFLINE}, "tokens/s")
+    contenders: dict[str, Callable[[], float]] = {"ours": ours, "roofline": limit, "fp32": tokens_per_s}
+    pairs = {("ours", "roofline"): (GPT, ROOFLINE), ("ours", "fp32"): (GPT, "eager fp32, by the same recipe")}
+    yield from ratios(contenders, rounds, pairs, "tokens/s")
 
 
-def ratios(name: str, values: Rounds, faults: dict[str, str], peers: dict[str, str], unit: str) -> list[Figure]:
-    """Return a figure for the speed of "ours" against each of the peers, which are named by contender."""
-    return [
-        unmeasured(name, f"{faults.get('ours') or faults[contender]} ({peer})")
-        if faults.keys() & {"ours", contender}
-        else speed_figure(name, values, "ours", contender, "", peer, unit, is_limit=contender == "roofline")
-        for contender, peer in peers.items()
-    ]
+def ratios(
+    contenders: Mapping[str, Callable[[], float]],
+    rounds: int,
+    pairs: Mapping[tuple[str, str], tuple[str, str]],
+    unit: str,
+) -> Iterator[Figure]:
+    """Yield a figure for the speeds of each pair of contenders, once both are measured or one has failed.
+
+    A pair has the figure's name and the second contender in words.
+    """
+    values: Rounds = {}
+    faults: dict[str, str] = {}
+    left = dict(pairs)
+    for one, outcome in results_of(contenders, rounds):
+        if isinstance(outcome, str):
+            faults[one] = outcome
+        else:
+            values[one] = outcome
+        for pair, (name, peer) in list(left.items()):
+            if failed := faults.keys() & set(pair):
+                yield unmeasured(name, f"{faults[min(failed)]} ({peer})")
+            elif values.keys() >= set(pair):
+                yield speed_figure(name, values, *pair, "", peer, unit, is_limit=peer in (ROOFLINE, ON_GPU))
+            else:
+                continue
+            del left[pair]
+        if not left:
+            return
 
 
-def measure_working(contenders: Mapping[str, Callable[[], float]], rounds: int) -> tuple[Rounds, dict[str, str]]:
-    """Return the rounds of the contenders that work, and why the others do not: these are not called again.
+def results_of(
+    contenders: Mapping[str, Callable[[], float]], rounds: int
+) -> Iterator[tuple[str, list[float] | str]]:
+    """Yield each contender's name and, after its last round, its values or, once it has failed, the reason.
 
-    None needs a warm-up: no time includes a process's first step, in which torch compiles or loads its kernels.
+    One that has failed is not called again. None needs a warm-up: no time includes a process's first step, in
+    which torch compiles or loads its kernels.
     """
     faults: dict[str, str] = {}
 
     def attempt(name: str) -> float:
         try:
             return math.nan if name in faults else contenders[name]()
-        except RuntimeError as error:
+        except FAULTS as error:
             warn(f"{name}: {error}")
-            faults[name] = str(error).strip().splitlines()[-1]
+            faults[name] = last_line(error)
             return math.nan
 
-    values = take_turns({name: partial(attempt, name) for name in contenders}, rounds)
-    return {name: own for name, own in values.items() if name not in faults}, faults
+    ended: set[str] = set()
+    for name, own in turns({name: partial(attempt, name) for name in contenders}, rounds):
+        if name not in ended and (name in faults or len(own) == rounds):
+            ended.add(name)
+            yield name, faults.get(name, own)
 
 
 def roofline(flop: float) -> float:
@@ -180,8 +239,9 @@ def roofline(flop: float) -> float:
     return matmul_tflops() * 1e12 / flop
 
 
+@cache
 def matmul_tflops() -> float:
-    """Return the peak TFLOP/s of the GPU's tensor cores, which the doctor measures in a process of its own."""
+    """Return the peak TFLOP/s of the GPU's tensor cores, which the doctor measures once, in its own process."""
     command = [sys.executable, "-m", "scripts.doctor.torch_facts"]
     device = parse_result(command, run(command))["devices"][0]
     if not device["tflops"]:
@@ -189,7 +249,7 @@ def matmul_tflops() -> float:
     return device["tflops"]
 
 
-def lenet(rounds: int, folder: Path) -> list[Figure]:
+def lenet(rounds: int, folder: Path) -> Iterator[Figure]:
     """Measure an epoch of the tutorial's training on the GPU, in eager mode and with CUDA graphs."""
     small_data.write_data(folder / "small")
     options = ["--device", "cuda", "--data", "fashion-mnist", "--data-dir", str(folder / "small")]
@@ -199,12 +259,12 @@ def lenet(rounds: int, folder: Path) -> list[Figure]:
         recipe("single", folder, [*options, *more])
         return small_data.SAMPLES / median(logged_rates(folder))  # the second step records CUDA graphs
 
-    values, faults = measure_working({"eager": epoch_s, "graphs": lambda: epoch_s(*GRAPHS)}, rounds)
     peer = "the tutorial's epoch, on its authors' GPU"
     reason = "kernels shorter than their launch"
-    return [
-        Figure(f"{LENET}, {how}", *median_and_range(values[name]), LENET_GOAL, peer, no_limit=reason)
-        if name in values
-        else unmeasured(f"{LENET}, {how}", faults[name], LENET_GOAL)
-        for name, how in (("eager", "eager"), ("graphs", "CUDA graphs"))
-    ]
+    ways: dict[str, Callable[[], float]] = {"eager": epoch_s, "CUDA graphs": lambda: epoch_s(*GRAPHS)}
+    for how, outcome in results_of(ways, rounds):
+        name = f"{LENET}, {how}"
+        if isinstance(outcome, str):
+            yield unmeasured(name, outcome, LENET_GOAL)
+        else:
+            yield Figure(name, *median_and_range(outcome), LENET_GOAL, peer, no_limit=reason)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import psutil
@@ -83,9 +84,8 @@ def test_what_fails_in_a_later_round_does_not_lose_what_works(capsys):
             raise RuntimeError("python ... ended with status 1:\nCUDA error: an illegal memory access")
         return 2.0
 
-    values, faults = gpu.measure_working({"late": fail_late, "ours": lambda: 1.0}, 4)
-    assert values == {"ours": [1.0] * 4}
-    assert faults == {"late": "CUDA error: an illegal memory access"}
+    outcomes = dict(gpu.results_of({"late": fail_late, "ours": lambda: 1.0}, 4))
+    assert outcomes == {"ours": [1.0] * 4, "late": "CUDA error: an illegal memory access"}
     assert len(calls) == 3, "it is not called again"
     assert capsys.readouterr().err.startswith("warning: late: python ... ended")
 
@@ -112,16 +112,19 @@ def test_what_fails_on_a_gpu_does_not_lose_what_works(monkeypatch, tmp_path, cap
     figures = list(gpu.measure(2, tmp_path))
     found = {figure.peer: figure.measured for figure in figures if figure.measured}
     assert len(figures) == 9
-    assert found["eager fp32 loop on ready tensors"] == 3.0
-    assert found["the same in eager fp32"] == 1.0
-    assert found["the same from JPEGs, decoded by 2 cores"] == 3000 / 2500
+    assert found["eager fp32, on ready tensors"] == 3.0
+    assert found["eager fp32, by the same recipe"] == 1.0
     of_peak = {figure.name: figure.measured for figure in figures if figure.is_limit}
+    assert of_peak[f"{gpu.JPEGS}, decoded by 2 cores: images/s"] == 2500 / 3000
     assert of_peak[gpu.RESNET] == pytest.approx(3000 * 24.54e9 / 700e12)
     assert of_peak[gpu.GPT] == pytest.approx(3000 * 1024 * 566.6e6 / 700e12, rel=1e-4)
     assert found["the tutorial's epoch, on its authors' GPU"] == 20.0
     (lost,) = [figure for figure in figures if figure.measured is None]
-    assert lost.note.startswith("not measured: error: --decode gpu needs nvImageCodec (the same from JPEGs, read")
-    assert "warning: photos, decoded by it: python ... ended with status 2" in capsys.readouterr().err
+    assert lost.name == f"{gpu.JPEGS}, decoded by the GPU: images/s"
+    assert lost.note.startswith(
+        "not measured: error: --decode gpu needs nvImageCodec (the same with the images on"
+    )
+    assert "warning: JPEGs, decoded by the GPU: python ... ended with status 2" in capsys.readouterr().err
     assert len(list((tmp_path / "photos/train").rglob("*.jpg"))) == gpu.BATCH * 9, "3 steps beyond 1 + 2 x 2"
 
 
@@ -141,8 +144,42 @@ def test_what_one_model_lacks_on_a_gpu_does_not_lose_the_others(monkeypatch, tmp
     monkeypatch.setattr(gpu, "resnet", fail)
     monkeypatch.setattr(gpu, "gpt", lambda rounds, folder: [figure])
     monkeypatch.setattr(gpu, "lenet", fail)
+    monkeypatch.setattr(gpu, "write_dataset", fail)
     lost = [unmeasured(gpu.LENET, "no space", gpu.LENET_GOAL), unmeasured(gpu.RESNET, "no space")]
-    assert list(gpu.measure(1, tmp_path)) == [*lost, figure]
+    assert list(gpu.measure(1, tmp_path)) == [*lost, figure, unmeasured(gpu.JPEGS, "no space")]
+
+
+def test_a_stopped_measurement_of_a_gpu_keeps_each_figure_before():
+    calls = []
+
+    def call(name):
+        calls.append(name)
+        if name == "stopped":
+            raise KeyboardInterrupt
+        if name == "broken":
+            raise LookupError
+        return 2.0 * len(calls)
+
+    contenders = {name: partial(call, name) for name in ("ours", "limit", "broken", "peer", "stopped")}
+    pairs = {("ours", name): ("images/s", name) for name in contenders if name != "ours"}
+    figures, found = gpu.ratios(contenders, 1, pairs, "images/s"), []
+    with pytest.raises(KeyboardInterrupt):
+        found.extend(figures)
+    assert [(one.peer or one.note, one.measured) for one in found] == [
+        ("limit", 0.5),
+        ("not measured: LookupError (broken)", None),
+        ("peer", 0.25),
+    ]
+
+
+def test_what_nothing_can_be_compared_with_is_not_measured(capsys):
+    def fail():
+        raise RuntimeError
+
+    contenders = {"ours": fail, "peer": lambda: pytest.fail("measured")}
+    assert [one.note for one in gpu.ratios(contenders, 1, {("ours", "peer"): ("a", "b")}, "images/s")] == [
+        "not measured: RuntimeError (b)"
+    ]
 
 
 def test_photos_and_synthetic_images_are_of_one_shape(monkeypatch, tmp_path):
