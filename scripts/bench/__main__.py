@@ -25,7 +25,8 @@ import psutil
 import torch
 
 from recipes.common.errors import UserError
-from recipes.common.record.provenance import hardware
+from recipes.common.folders import replace_text
+from recipes.common.record.provenance import hardware, versions
 from scripts.bench.claims import FIGURES, revision
 from scripts.bench.figures import PARTS, Figure, table
 from scripts.bench.namespaces import measure
@@ -40,10 +41,11 @@ def facts() -> dict[str, Any]:
     """Return the facts of a measurement made now: date, hardware and versions."""
     here = hardware()
     memory_gb = round(psutil.virtual_memory().total / 2**30)
+    of_gpus = {name: versions()[name] for name in ("cuda", "nccl", "driver")} if here["gpus"] else {}
     return {
         "date": time.strftime("%Y-%m-%d"),
         "hardware": {**here, "cpu": here["cpu"] or here["machine"], "memory_gb": memory_gb},
-        "versions": measured_on(*PEERS)["versions"],
+        "versions": {**measured_on(*PEERS)["versions"], **{name: of for name, of in of_gpus.items() if of}},
     }
 
 
@@ -71,7 +73,7 @@ def write(
     measured = {"rounds": rounds, "revision": revision()}
     parts = {**old["parts"], part: measured}
     rows.sort(key=lambda row: [*PARTS, row["part"]].index(row["part"]))
-    path.write_text(json.dumps({**old, **about, "parts": parts, "figures": rows}, indent=2) + "\n")
+    replace_text(path, json.dumps({**old, **about, "parts": parts, "figures": rows}, indent=2) + "\n")
 
 
 @command
@@ -103,9 +105,10 @@ def main(argv: list[str]) -> int:
             # A failure of one part must not lose the others, which may take hours.
             print(f"error: {part}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
             failed.append(part)
-        if found:
-            figures += found
-            print(f"{table(found)}\n({time.monotonic() - begin:.0f} s)\n", flush=True)
+        finally:  # also after Ctrl-C
+            if found:
+                figures += found
+                print(f"{table(found)}\n({time.monotonic() - begin:.0f} s)\n", flush=True)
     if figures:
         print(f"{table(figures)}\nwrote {os.path.relpath(output)}")
     return 1 if failed else 0

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 from matplotlib.axes import Axes
 from PIL import Image
 
@@ -180,7 +181,9 @@ def test_what_is_measured_is_kept_where_a_later_part_is_interrupted(tmp_path, mo
     monkeypatch.setattr(bench, "measure", measure)
     path = tmp_path / "figures.json"
     assert bench.main(["small-data", "jpeg", "wire", "--output", str(path)]) == 128 + signal.SIGINT
-    assert "error: jpeg: ImportError: no simplejpeg\n" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "error: jpeg: ImportError: no simplejpeg\n" in printed.err
+    assert f"| wire | {SLOW.name}" in printed.out
     kept = json.loads(path.read_text())
     assert kept["figures"] == [LOOP.as_dict(), SLOW.as_dict()], "also of a part that is not complete"
     # A part measured later, at another commit, is added; the file says which rounds and commits it holds.
@@ -197,6 +200,16 @@ def test_what_is_measured_is_kept_where_a_later_part_is_interrupted(tmp_path, mo
         "wire": {"rounds": 3, "revision": now},
         "checkpoint": {"rounds": 5, "revision": now},
     }
+
+
+def test_the_figures_of_a_gpu_come_with_the_versions_of_its_libraries(monkeypatch):
+    known = {"torch": "2.14.1+cu130", "cuda": "13.0", "nccl": "2.30.7", "driver": None}
+    monkeypatch.setattr(bench, "versions", lambda: known)
+    for gpus, shown in ((["H200"], {"cuda": "13.0", "nccl": "2.30.7"}), ([], {})):
+        monkeypatch.setattr(bench, "hardware", lambda gpus=gpus: {"cpu": None, "machine": "x86_64", "gpus": gpus})
+        found = bench.facts()["versions"]
+        assert {name: found[name] for name in ("cuda", "nccl", "driver") if name in found} == shown
+        assert found["torch"] == torch.__version__.partition("+")[0]
 
 
 def test_a_part_replaces_an_earlier_measurement_once_it_is_complete(tmp_path, monkeypatch):
