@@ -112,7 +112,7 @@ def sections(figures: Sequence[Figure], stem: str) -> list[str]:
             continue
         said = question.said(own)
         picture = [f"![{question.text} {said}]({stem}{question.name}.png)", ""] if question.rows(own) else []
-        lines += [f"### {question.text}", "", f"{said}.", "", *picture]
+        lines += [f"### {question.text}", "", f"{said[0].upper()}{said[1:]}.", "", *picture]
         if missing := [part for part in question.parts if part not in {figure.part for figure in own}]:
             lines += [f"{NOT_MEASURED[0].upper()}{NOT_MEASURED[1:]}: {', '.join(missing)}.", ""]
         lines += [f"<details><summary>{len(own)} figures; {score(own)}</summary>", ""]

@@ -139,7 +139,7 @@ lose-rank    86        0.3         13.9      6      equal
 def test_a_picture_shows_what_has_a_limit_over_it_with_its_peers(tmp_path, monkeypatch):
     drawn, plot = [], Axes.plot
     monkeypatch.setattr(Axes, "plot", lambda *args, **more: drawn.append(args[1:]) or plot(*args, **more))
-    loop, node, *_ = QUESTIONS
+    loop, _, node, *_ = QUESTIONS
     for question in (loop, node):
         draw(question, [LOOP, LIMIT, SLOW, BYTES, MISSED], tmp_path / f"{question.name}.png")
         assert (tmp_path / f"{question.name}.png").read_bytes().startswith(b"\x89PNG")
