@@ -223,6 +223,13 @@ def same() -> Command:
     return module("scripts.same", [value("SCRIPT"), *own, "--", *args()])
 
 
+def bench() -> Command:
+    """Return the command that measures speed; one part of it compares with Horovod."""
+    parts = choices("PARTS", PARTS)
+    own = [*parts, *flags("ROUNDS"), *args()]
+    return module("scripts.bench", own, packages="bench", needs_horovod=not parts or "wire" in parts)
+
+
 def commbench() -> Command:
     """Return the command that measures collectives."""
     own = [*choices("BACKENDS", BACKENDS), *flags("NODES", "NPROC_PER_NODE"), *args()]
@@ -264,9 +271,7 @@ TARGETS: dict[str, Callable[[], Command]] = {
     "compare": compare,
     "same": same,
     "drill": drill,
-    "bench": lambda: module(
-        "scripts.bench", [*choices("PARTS", PARTS), *flags("ROUNDS"), *args()], "bench", needs_horovod=True
-    ),
+    "bench": bench,
     "commbench": commbench,
     "plan": plan,
     "report": lambda: module("scripts.bench.report", []),

@@ -186,6 +186,8 @@ def test_the_name_that_wsl_exports_is_no_name_of_a_run(monkeypatch, name, distri
         ("compare", {"RECIPES": "single horovod"}, "run", True),
         ("commbench", {"BACKENDS": "gloo"}, "run", False),
         ("bench", {}, "bench", True),
+        ("bench", {"PARTS": "step wire"}, "bench", True),
+        ("bench", {"PARTS": "gpu"}, "bench", False),
         ("test", {}, "dev", False),
         ("list", {}, "", False),
         ("image", {"RECIPE": "ddp"}, "", False),
