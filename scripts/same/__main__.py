@@ -160,11 +160,12 @@ class Session:
         if checks.begins_differently(control, first):
             fix = f"{KEEP_FILES}; otherwise seed its generators by a constant"
             raise self.error(f"begins with other weights when it is started again; {fix}")
+        redrawn = self.run(1, SAME_OTHER_DRAWS="1") if checks.draws_in_step(first) else None
         self.measured = max(Rounding(first, control).gradient, default=0.0)
         self.runs = [first]
         for size in self.args.sizes[1:]:
             self.runs.append(self.run(size))
-            self.examine_run(self.runs[-1], first, control)
+            self.examine_run(self.runs[-1], first, control, redrawn)
         if self.args.resume == "auto":
             self.examine_resume()
 
@@ -172,7 +173,7 @@ class Session:
         """Return the refusal of a script that cannot be compared."""
         return UserError(f"SCRIPT {self.args.script} {what}")
 
-    def examine_run(self, run: Run, first: Run, control: Run) -> None:
+    def examine_run(self, run: Run, first: Run, control: Run, redrawn: Run | None) -> None:
         """Compare a run of several processes with one process, which may have to run again with its batches."""
         replay = None
         if checks.needs_replay(run, first):
@@ -181,8 +182,8 @@ class Session:
             replay = self.run(1, SAME_REPLAY=str(path))
         if checks.is_exchanged_in_step(run):
             run, first, control = map(by_updates, (run, first, control))
-            replay = replay and by_updates(replay)
-        rounding = Rounding(first, control)
+            replay, redrawn = replay and by_updates(replay), redrawn and by_updates(redrawn)
+        rounding = Rounding(first, control, redrawn)
         found = checks.compare_runs(run, first, replay, rounding, is_divided=bool(self.args.global_batch))
         if not self.has_loss:
             if "not-replicated" in [one.cause for one in found]:

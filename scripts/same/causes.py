@@ -82,6 +82,11 @@ CAUSES = {
         "compare with those of all ranks: torch.distributed.nn.functional.all_gather() keeps their gradients",
         "torch.distributed.nn.functional.all_gather: “Gathers tensors from the whole group”",
     ),
+    "gathered-without-gradient": Cause(
+        "the loss is computed from what all_gather() returns, which carries no gradient to the other ranks",
+        "gather by torch.distributed.nn.functional.all_gather(), which does",
+        "torch.distributed.nn.functional.all_gather: “Gathers tensors from the whole group”",
+    ),
     "not-synchronised": Cause(
         "ranks step with different gradients: no exchange, one after the step, or one whose result is not used",
         "wrap the model in DistributedDataParallel, or all_reduce and divide parameter.grad itself before step()",
@@ -175,7 +180,8 @@ CAUSES = {
     ),
     "unknown": Cause(
         "none of the known causes fits",
-        "compare what enters the quantity named above at 1 process and at more",
+        "compare what enters the quantity named above at 1 process and at more, such as a count of the rank's own "
+        "targets or boxes by which a loss is divided, or a value that depends on the rank's whole batch",
     ),
     "many-steps": Cause(
         "the steps before it are the same; over so many, rounding errors alone may grow to this",

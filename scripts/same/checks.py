@@ -90,9 +90,12 @@ def largest_gradient_difference(run: Run, reference: Run) -> float:
 
 
 class Rounding:
-    """The effect of rounding on a script at one process: the largest relative difference up to each step."""
+    """The effect of rounding on a script at one process: the largest relative difference up to each step.
 
-    def __init__(self, first: Run, control: Run) -> None:
+    `redrawn` is a run with other random numbers in each step: if it trains the same, they have no effect.
+    """
+
+    def __init__(self, first: Run, control: Run, redrawn: Run | None = None) -> None:
         used = {records[0]["low_precision"] for records in first.steps} or {"float32"}
         self.floor = FLOOR_SHARE * max(math.sqrt(EPS.get(name, EPS["float32"])) for name in used)
         pairs = pair_steps(control, first)
@@ -100,6 +103,7 @@ class Rounding:
         self.gradient = [*accumulate((difference(again["final"], one["final"]) for again, one in pairs), max)]
         self.update = [*accumulate((difference(again, one) for again, one in changes), max)]
         self.is_controlled = not pairs or control.rows(0) == first.rows(0)
+        self.harmless = harmless_draws(first, redrawn, self.floor) if redrawn else set()
         self.printed = {}
         for name, series in first.series.items():
             excesses = series.excesses(control.series.get(name, series))
@@ -109,6 +113,20 @@ class Rounding:
     def limit(self, measured: Sequence[float], i: int, scale: float = 1.0) -> float:
         """Return the largest difference that rounding explains for step or value i, whose magnitude is `scale`."""
         return max(self.floor * scale, SAFETY * measured[min(i, len(measured) - 1)] if measured else 0.0)
+
+
+def draws_in_step(run: Run) -> set[str]:
+    """Return the random generators from which the first step draws on any rank."""
+    return {kind for records in run.steps[:1] for record in records for kind in record["moved"]}
+
+
+def harmless_draws(first: Run, redrawn: Run, floor: float) -> set[str]:
+    """Return the generators from which one process draws in its steps if other numbers change no gradient."""
+    pairs = pair_steps(redrawn, first)
+    # Generators that go on from other states may also shuffle later epochs otherwise.
+    same = [pair for i, pair in enumerate(pairs) if redrawn.rows(i) == first.rows(i)]
+    is_harmless = all(difference(again["final"], one["final"]) <= floor for again, one in same)
+    return draws_in_step(first) if same[:1] == pairs[:1] and is_harmless else set()
 
 
 def is_exchanged_in_step(run: Run) -> bool:
@@ -172,8 +190,8 @@ def why_not_synchronised(run: Run, i: int) -> str:
     return "unused-parameters" if is_unused else "not-synchronised"
 
 
-def check_seeds(run: Run) -> Finding | None:
-    """Return a finding if ranks draw the same random numbers for different samples."""
+def check_seeds(run: Run, harmless: set[str]) -> Finding | None:
+    """Return a finding if ranks draw the same random numbers for different samples, other than harmless ones."""
     drawn = [{e["worker"]: e["states"] for e in reversed(lines)} for lines in run.of("augmentation")]
     for worker, states in drawn[0].items():
         if same := [kind for kind in states if all(o.get(worker, {}).get(kind) == states[kind] for o in drawn)]:
@@ -182,7 +200,7 @@ def check_seeds(run: Run) -> Finding | None:
     records = run.steps[0]
     after = [record["random"] or {} for record in records]
     equal = {kind for kind in after[0] if all(other.get(kind) == after[0][kind] for other in after)}
-    if same := sorted(equal & {kind for record in records for kind in record["moved"]}):
+    if same := sorted(equal & draws_in_step(run) - harmless):
         what = f"step 1, random numbers of the step: {', '.join(same)} has equal states on all ranks"
         return Finding("same-augmentation", what)
     if records[0]["dropout"] and "torch" in equal:
@@ -324,12 +342,23 @@ def check_training(run: Run, reference: Run, rounding: Rounding, is_scaled: bool
     return None
 
 
+def check_rates(run: Run, first: Run) -> Finding | None:
+    """Return a finding if all learning rates are those of one process times a factor, whatever the gradients."""
+    rates = [rate for record, _ in pair_steps(run, first) for rate in record["lr"]]
+    right = [rate for _, expected in pair_steps(run, first) for rate in expected["lr"]]
+    if len(rates) != len(right) or not (c := factor_between(np.array(rates), np.array(right))):
+        return None
+    what = f"all steps, learning rate: {name_factor(c, run.world_size)} that of 1 process"
+    return Finding("learning-rate-scaled", what) if abs(c - 1) > 0.01 else None
+
+
 def explain_gradient(run: Run, reference: Run, i: int, apart: float) -> Finding:
     """Return why the gradient of step i, which is equal on all ranks, differs from one process's."""
     records, expected = run.steps[i], reference.steps[i][0]
     final, where = records[0]["final"], step_name(records[0], i)
     c = factor_between(final, expected["final"])
-    if c and abs(c - 1) > 0.01:
+    is_gathered = any(record["gathered"] for record in records)
+    if c and abs(c - 1) > 0.01 and not (is_gathered and c < 1):
         return Finding("loss-scaled", f"{where}, gradient: {name_factor(c, run.world_size)} that of 1 process")
     if math.isinf(apart):
         kind = "finite" if np.isfinite(final).all() else "not finite"
@@ -358,6 +387,8 @@ def explain_shares(records: Sequence[Step]) -> tuple[str, str]:
     for numbers in zip(*(record["averaged"] for record in records), strict=False):  # of each of a step's losses
         if min(numbers) != max(numbers):
             return "mean-of-means", f"the losses are means over {min(numbers):g} to {max(numbers):g} targets"
+    if any(record["gathered"] for record in records):
+        return "gathered-without-gradient", "all_gather() gets a tensor that requires a gradient"
     return "", ""
 
 
@@ -446,15 +477,16 @@ def compare_runs(
         return [Finding("not-replicated", "weights"), *check_printed(run, first, rounding, is_proven=False)]
     apart = list(check_ranks(run))
     overlap = check_overlap(run, first)
-    findings = [*apart, *filter(None, [overlap, check_order(run, first), check_seeds(run)])]
+    findings = [*apart, *filter(None, [overlap, check_order(run, first), check_seeds(run, rounding.harmless)])]
     if len(set(counts)) > 1:
         findings.append(by_rank)
     if overlap:
         return findings
-    if not rounding.is_controlled or any(record["moved"] for record in run.steps[0]):
-        return [*findings, Finding("uncontrolled", "step 1, random numbers")]
-    shards = check_shards(run, first, is_divided)
+    shards = check_shards(run, first, is_divided) if rounding.is_controlled else None
     findings += filter(None, [shards])
+    if not rounding.is_controlled or draws_in_step(run) - rounding.harmless:
+        rates = check_rates(run, first) if not other_batch(run, first) else None
+        return [*findings, *filter(None, [rates]), Finding("uncontrolled", "step 1, random numbers")]
     cause = shards.cause if shards else ""
     if apart or cause == "not-sharded":
         return findings

@@ -10,8 +10,9 @@ Randomness that may differ between world sizes is removed: dropout is off, and t
 seeded by rank before the script begins, and by a sample's index while the data set returns it.
 
 Variables: SAME_FOLDER, where to write; SAME_CONTROL=1 reverses each training batch (without a DataLoader: rounds
-gradients differently) to measure rounding; SAME_REPLAY, a JSON file with the batches to draw, by loader iteration;
-SAME_STOP_AFTER=N ends the process after N optimizer steps. It sets SAME_REPORT, the file for a script's metrics.
+gradients differently) to measure rounding; SAME_OTHER_DRAWS=1 lets each step draw other random numbers;
+SAME_REPLAY, a JSON file with the batches to draw, by loader iteration; SAME_STOP_AFTER=N ends the process after N
+optimizer steps. It sets SAME_REPORT, the file for a script's metrics.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import runpy
 import sys
 import traceback
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -51,11 +53,15 @@ MAX_FEATURES = 4096
 RANDOM_SAMPLES = 64
 """Number of samples that a process checks for drawing random numbers, until one does: a check takes 2 ms."""
 
+MAX_DEPTH = 3
+"""How deep attributes of objects are searched for a batch, if the arguments have no tensor."""
+
 COLLECTIVES = (
     *("all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "gather", "all_gather_object"),
     *("gather_object", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"),
     *("all_reduce_coalesced", "batch_isend_irecv"),
 )
+GATHERS = ("all_gather", "all_gather_into_tensor", "gather")
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
@@ -91,12 +97,36 @@ def fingerprints(batch: Tensor) -> list[str]:
     return [f"{value:.9e}" for value in (rows * torch.cos(places + 1)).sum(dim=1).tolist()]
 
 
-def first_tensor(value: Any) -> Tensor | None:
-    """Return the first tensor with a batch dimension in nested arguments."""
+def find_batch(values: Iterable[Any], count: int, depth: int = 0) -> list[Tensor]:
+    """Return the first tensor with a batch dimension in nested values, or those of a list of `count` samples.
+
+    `depth` is how deep to look into objects, such as a batch of graphs.
+    """
+    return next(filter(None, (batch_in(value, count, depth) for value in values)), [])
+
+
+def batch_in(value: Any, count: int, depth: int) -> list[Tensor]:
+    """Return what find_batch() returns, for one value."""
     if isinstance(value, Tensor):
-        return value if value.dim() else None
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return next((found for item in items if (found := first_tensor(item)) is not None), None)
+        return [value] if value.dim() else []
+    if isinstance(value, Mapping):
+        return find_batch(value.values(), count, depth)
+    if isinstance(value, list | tuple):
+        return samples_in(value, count) or find_batch(value, count, depth)
+    if depth and not isinstance(value, nn.Module):
+        return find_batch(getattr(value, "__dict__", {}).values(), count, depth - 1)
+    return []
+
+
+def samples_in(items: Sequence[Any], count: int) -> list[Tensor]:
+    """Return the first tensor of each item of a list of `count` samples, as (1, ...); [] for another list."""
+    is_list = type(items) in (list, tuple) and len(items) == count  # no PackedSequence
+    if not is_list or not all(isinstance(item, Tensor | Mapping) for item in items):
+        return []
+    tensors = [tensor for item in items for tensor in batch_in(item, 0, 0)]
+    # Each of several inputs has as many rows as the batch has samples; so has each of three images with 3 colors.
+    are_inputs = all(len(tensor) == count and (tensor.dim(), count) != (3, 3) for tensor in tensors)
+    return [] if are_inputs or len(tensors) != count else [tensor[None] for tensor in tensors]
 
 
 def has_no_values(tensor: Tensor) -> bool:
@@ -141,13 +171,15 @@ class Observer:
         # Workers of a DataLoader inherit the descriptor; O_APPEND keeps their lines whole.
         self.file = os.open(folder / f"rank{rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self.is_control = bool(os.environ.get("SAME_CONTROL"))
+        self.draws_otherwise = bool(os.environ.get("SAME_OTHER_DRAWS"))
         replay = os.environ.get("SAME_REPLAY")
         self.replay: dict[str, list[list[int]]] = json.loads(Path(replay).read_text()) if replay else {}
         self.stop_after = int(os.environ.get("SAME_STOP_AFTER", "0"))
         self.stepping: list[Optimizer] = []  # if one wraps another, the outer one comes first
         self.optimizers: list[Optimizer] = []
         self.steps = self.call_depth = 0
-        self.iterations, self.iteration = 0, -1
+        self.iterations, self.iteration, self.trained = 0, -1, -1
+        self.batch_size = 0  # of the batch that was drawn last, 0 if unknown
         self.unchecked = RANDOM_SAMPLES
         self.uses_batch_norm = self.uses_dropout = False
         self.autocast: torch.dtype | None = None
@@ -158,13 +190,14 @@ class Observer:
         """Reset what is recorded for a step."""
         self.model: int | None = None
         self.record: dict[str, Any] = {"rows": [], "synced_forwards": 0, "unsynced_forwards": 0, "random": None}
-        self.record |= {"averaged": [], "contrasted": 0}
+        self.record |= {"averaged": [], "contrasted": 0, "gathered": False}
 
     def start_evaluation(self) -> None:
         """Reset what is recorded for an evaluation."""
-        self.evaluation_model: int | None = None
+        self.evaluation_model: nn.Module | None = None
         self.evaluated: dict[int, list[str]] = {}  # by loader iteration: several sets may be evaluated in turn
         self.collectives = 0
+        self.before_batch: tuple[dict[int, int], int] = {}, 0  # samples and collectives before the last batch
 
     def write(self, event: str, **fields: Any) -> None:
         """Append an event to the file."""
@@ -285,33 +318,50 @@ class Observer:
 
     def see_batch(self, module: nn.Module, arguments: Any) -> None:
         """Note a batch's samples for training or evaluation, only for the first module that each of them calls."""
-        batch = first_tensor(arguments)
-        if batch is None or batch.requires_grad or has_no_values(batch):
+        values = [*arguments[0], *arguments[1].values()]
+        samples = find_batch(values, self.batch_size) or find_batch(values, self.batch_size, MAX_DEPTH)
+        if not samples or any(tensor.requires_grad or has_no_values(tensor) for tensor in samples):
             return
-        mask = arguments[1].get("attention_mask")
+        batch, mask = samples[0], arguments[1].get("attention_mask")
         if (
             isinstance(mask, Tensor)
             and (mask.shape, mask.device) == (batch.shape, batch.device)
             and not (mask.is_floating_point() or has_no_values(mask))
         ):
             # A sample's padding depends on the others of its batch: it moves to the end, as zeros.
-            batch = (batch * mask).gather(-1, (mask == 0).sort(dim=-1, stable=True).indices)
+            samples = [(batch * mask).gather(-1, (mask == 0).sort(dim=-1, stable=True).indices)]
+        rows = [row for tensor in samples for row in fingerprints(tensor)]
         # A wrapper's own training flag may be out of date.
         if not torch.is_grad_enabled() or not any(part.training for part in module.modules()):
-            self.evaluation_model = self.evaluation_model or id(module)
-            if id(module) == self.evaluation_model:
-                self.evaluated.setdefault(self.iteration, []).extend(fingerprints(batch))
+            if self.model is not None and self.iteration == self.trained:
+                return  # a teacher's pass, or another one for the step under way
+            self.evaluation_model = self.evaluation_model or module
+            if module is self.evaluation_model:
+                self.evaluated.setdefault(self.iteration, []).extend(rows)
                 self.collectives = 0
             return
+        if self.model is None:
+            self.drop_teacher(module)
         self.end_evaluation()
         if self.model is None:
-            self.model = id(module)
+            self.model, self.trained = id(module), self.iteration
+            if self.draws_otherwise:
+                _ = torch.rand(()), random.random(), np.random.rand()
             self.record["random"] = self.record["random"] or checksums()
             for device in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(device):
                     self.autocast = torch.get_autocast_dtype(device)
         if id(module) == self.model:
-            self.record["rows"] += fingerprints(batch)
+            self.record["rows"] += rows
+
+    def drop_teacher(self, module: nn.Module) -> None:
+        """Drop the passes of another model, a teacher, on the batch that a model is about to be trained on."""
+        other = self.evaluation_model
+        if other is None or self.iteration < 0 or {*other.parameters()} & {*module.parameters()}:
+            return
+        counts, self.collectives = self.before_batch
+        self.evaluated = {key: self.evaluated[key][:count] for key, count in counts.items()}
+        self.evaluation_model = other if self.evaluated else None
 
     def end_evaluation(self) -> None:
         """Write the evaluations that have just ended, with the number of collectives after the last one."""
@@ -326,8 +376,11 @@ class Observer:
         original(*args, **kwargs)
 
     def count_collective(self, original: Function, *args: Any, **kwargs: Any) -> Any:
-        """Count a collective and run it."""
+        """Count a collective and run it; note a gather of samples' outputs, whose result carries no gradient."""
         self.collectives += 1
+        given = [*args, *kwargs.values()] if original.__name__ in GATHERS and torch.is_grad_enabled() else []
+        if any(isinstance(value, Tensor) and value.requires_grad and value.numel() > 1 for value in given):
+            self.record["gathered"] = True
         return original(*args, **kwargs)
 
     def average(self, original: Function, input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -377,10 +430,11 @@ class Observer:
 
     def next_batch(self, original: Function, iterator: Any) -> Any:
         """Return a loader's next batch; note its iteration, and the state of the random generators after it."""
+        self.before_batch = {key: len(rows) for key, rows in self.evaluated.items()}, self.collectives
         batch = original(iterator)
-        sampler = iterator._index_sampler
+        sampler, self.batch_size = iterator._index_sampler, 0
         if isinstance(sampler, Batches):  # workers may have drawn it before those of another loader
-            self.iteration = sampler.iteration
+            self.iteration, self.batch_size = sampler.iteration, sampler.sizes.popleft()
         self.record["random"] = checksums()
         return batch
 
@@ -401,6 +455,7 @@ class Batches:
     def __init__(self, sampler: Any, observer: Observer, size: int) -> None:
         self.sampler, self.observer, self.size = sampler, observer, size
         self.iteration = -1
+        self.sizes = deque[int]()  # of the batches that have been drawn, and not returned yet
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -409,13 +464,16 @@ class Batches:
         observer = self.observer
         iteration = observer.iterations
         observer.iterations += 1
+        self.sizes.clear()
         for batch in observer.replay.get(str(iteration), self.sampler):
             try:
                 indices = [int(index) for index in batch]
             except (TypeError, ValueError):  # single samples, or indices of another kind
+                self.sizes.append(0)
                 yield batch
                 continue
             self.iteration = iteration
+            self.sizes.append(len(indices))
             observer.write("batch", iteration=iteration, indices=indices, size=self.size)
             yield indices[::-1] if observer.is_control else batch
 

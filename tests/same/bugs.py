@@ -11,6 +11,16 @@ LOSS = "(ddp(points), labels) /"
 WRAPPED = "ddp = DistributedDataParallel(model)\n"
 EXTRA = f"model.extra = nn.Parameter(torch.zeros(3))\n{WRAPPED[:-1]} if world_size > 1 else model\n"
 CONTRAST = "points[:, :4].T, torch.arange(len(points)))"
+DISTRIBUTED = "import torch.distributed as dist\n"
+GATHER = f"""{DISTRIBUTED}
+def gather(rows):
+    parts = [torch.zeros_like(rows) for _ in range(world_size)]
+    dist.all_gather(parts, rows)
+    parts[rank] = rows
+    return torch.cat(parts)
+
+"""
+CONTRAST_OF_ALL = "gather(ddp(points)) @ gather(points[:, :4]).T, torch.arange(len(points) * world_size))"
 STEP = "            optimizer.step()\n"
 BY_HAND = """            for weight in model.parameters():
                 dist.all_reduce(weight.grad)
@@ -64,6 +74,8 @@ BUGS = {
         "mean over the targets of a rank": {LOSS: LOSS.replace("labels", "labels.where(points[:, 0] > -1, -100)")},
         "mean by class weights": {LOSS: LOSS.replace("labels", "labels, torch.arange(1.0, 5.0)")}},
     "contrastive": {"contrast within a rank": {LOSS: f"(ddp(points) @ {CONTRAST} /"}},
+    "gathered-without-gradient": {
+        "contrast with gathered outputs": {DISTRIBUTED: GATHER, LOSS: f"({CONTRAST_OF_ALL} /"}},
     "no-sync-always": {"no_sync in every pass": {**ACCUMULATE, "sync = is_last": "sync = False"},
         "no_sync in the last pass": {**ACCUMULATE, "sync = is_last": "sync = not is_last"}},
     "around-ddp": {"the wrapper is not called": {"cross_entropy(ddp(points)": "cross_entropy(model(points)"}},
@@ -104,7 +116,6 @@ RESUME_BUGS = {
 }
 """Those that show after a resume."""
 
-DISTRIBUTED = "import torch.distributed as dist\n"
 INIT_OPTIMIZER = "    torch.distributed.checkpoint.state_dict._init_optim_state(optimizer)\n"
 BROADCAST_STATE = """
 def broadcast_optimizer_state():
@@ -129,8 +140,25 @@ BETWEEN_BATCHES = {
 CONTEXT = "multiprocessing.context._default_context"
 FORKSERVER = f"{CONTEXT}._default_context = multiprocessing.get_context('forkserver')"
 EACH = "sum(map(cross_entropy, ddp(points), labels)) / len(labels) /"
+LISTED = """class Listed(nn.Sequential):
+    def forward(self, samples):
+        return super().forward(torch.stack(samples))
+
+
+model = Listed("""
 NO_BUGS = {
     "accumulation": ACCUMULATE,
+    "a list of samples, as for detection": {
+        "model = nn.Sequential(": LISTED,
+        "ddp(points)": "ddp([*points])",
+        "model(points)": "model([*points])",
+    },
+    # Models of torchvision's detection and of transformers draw even where there is no choice.
+    "one seed for numbers without an effect": {
+        SEED_BY_RANK: "",
+        "Points(48, 1, 0.1)": "[*zip(Points(48, 1, 0).points, torch.arange(48) % 4)]",
+        "ddp(points)": "ddp(points + 0 * torch.randn(8))",
+    },
     "a loss of each sample by itself": {f"cross_entropy{LOSS}": EACH},
     "an optimizer that exchanges in its step": {**UNWRAPPED, SGD: EXCHANGING},
     # torch.distributed.checkpoint makes the state by an empty step before it loads a checkpoint.

@@ -4,6 +4,7 @@ import os
 import pkgutil
 import re
 import sys
+from contextlib import suppress
 from inspect import getdoc
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -301,6 +302,7 @@ def record(world_size, gradients, rate=0.1, **fields):
             "missing": [],
             "averaged": [],
             "contrasted": 0,
+            "gathered": False,
         }
         shared |= {"weights": weights, "after": after, "shapes": 1, "low_precision": "float32", "moved": []}
         shared |= {"batch_norm": False, "dropout": False, "random": {}, "iteration": -1, **fields}
@@ -380,6 +382,61 @@ RUNS |= {
 def test_what_differs_is_named(name):
     run, found = RUNS[name]
     assert causes(run) == found
+
+
+def test_draws_that_change_no_gradient_are_harmless():
+    """As the choice among one size in torchvision's detection, with one seed on all ranks."""
+    first, drawing = record(1, GRADIENTS, moved=["torch"]), {"moved": ["torch"], "random": {"torch": 7}}
+    shuffled = record(1, np.concatenate([GRADIENTS[:1], disturb(0.1)[1:]]))  # other batches from step 2 on
+    for i in range(1, NUM_STEPS):
+        with_fields(shuffled, i, rows=[["x"]])
+    for redrawn, run, found in (
+        (first, record(2, disturb(3e-7), **drawing), []),
+        (shuffled, record(2, disturb(3e-7), **drawing), []),
+        (first, record(2, 2 * GRADIENTS, **drawing), ["loss-scaled"]),
+        (record(1, disturb(0.1)), record(2, GRADIENTS, **drawing), ["same-augmentation", "uncontrolled"]),
+        (first, record(2, GRADIENTS, moved=["numpy"]), ["uncontrolled"]),
+    ):
+        rounding = Rounding(first, first, redrawn)
+        assert [one.cause for one in compare_runs(run, first, None, rounding)] == found
+
+
+def test_samples_and_rates_are_compared_whatever_a_step_draws():
+    first, draws = record(1, GRADIENTS, moved=["torch"]), {"moved": ["torch"]}
+    assert causes(record(2, disturb(0.1), 0.2, **draws), first) == [
+        ("learning-rate-scaled", "all steps, learning rate"),
+        ("uncontrolled", "step 1, random numbers"),
+    ]
+    wide = record(2, disturb(0.1), **draws)
+    for records in wide.steps:
+        records[0]["rows"] = [*records[0]["rows"], "12", "13"]
+    rounding = Rounding(first, first)
+    found = [one.cause for one in compare_runs(wide, first, None, rounding, is_divided=True)]
+    assert found == ["batch-not-divided", "uncontrolled"]
+    own_rates = with_fields(record(2, disturb(0.1), **draws), 1, lr=([0.2], [0.2]))  # as by a loss that is drawn
+    assert causes(own_rates, first) == [("uncontrolled", "step 1, random numbers")]
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.7])
+def test_a_gather_without_gradient_is_named_also_if_it_scales_the_gradient(factor):
+    wrong = factor * GRADIENTS if factor == 0.5 else disturb(0.1)
+    assert causes(record(2, wrong, gathered=True)) == [("gathered-without-gradient", "step 1, gradient")]
+
+
+def test_a_gather_of_what_requires_a_gradient_is_noted(tmp_path):
+    observer = observe.Observer(tmp_path, 0)
+
+    def all_gather(parts, tensor):
+        pass
+
+    output = torch.ones(4, 2, requires_grad=True)
+    for tensor in (output.detach(), output.sum()):  # the latter is a loss, to be printed
+        observer.count_collective(all_gather, [], tensor)
+    with torch.no_grad():
+        observer.count_collective(all_gather, [], output)
+    assert not observer.record["gathered"]
+    observer.count_collective(all_gather, [], tensor=output)
+    assert observer.record["gathered"]
 
 
 def test_a_gradient_that_is_always_zero_is_noted():
@@ -503,6 +560,65 @@ def test_evaluations_of_several_data_sets_in_turn_are_recorded_each(tmp_path, mo
         [row for batch in own for row in observe.fingerprints(batch)] for own in (batches[::2], batches[1:2])
     ]
     assert [line["collectives"] for line in lines] == [1, 1]
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_teacher_s_passes_are_no_evaluation(tmp_path, is_before):
+    """A teacher sees a batch before or after the model that is trained; the test data follow each epoch."""
+    observer, student, teacher = observe.Observer(tmp_path, 0), torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(student.parameters())
+    data = [torch.full((1,), float(i)) for i in range(4)]
+    train, test = (SimpleNamespace(_index_sampler=observe.Batches([[0, 1], [2, 3]], observer, 4)) for _ in "ab")
+
+    def draw(loader):
+        loader.draws = iter(loader._index_sampler)
+        with suppress(StopIteration):
+            while True:
+                yield (torch.stack([data[i] for i in observer.next_batch(lambda own: next(own.draws), loader)]),)
+
+    for _ in range(2):
+        for batch in draw(train):
+            for model in (teacher, student) if is_before else (student, teacher):
+                with torch.set_grad_enabled(model is student):
+                    observer.see_batch(model, (batch, {}))
+            observer.before_step(optimizer, (), {})
+            observer.after_step(optimizer, (), {})
+        with torch.no_grad():
+            for batch in draw(test):
+                observer.see_batch(student, (batch, {}))
+        observer.count_collective(len, [])
+    observer.end_evaluation()
+    [lines] = load(tmp_path, 1, [0]).of("evaluation")
+    expected = [row for sample in data for row in observe.fingerprints(sample[None])]
+    assert [(line["rows"], line["collectives"]) for line in lines] == [(expected, 1)] * 2
+
+
+IMAGES = [torch.rand(3, 4, 5), torch.rand(3, 6, 4), torch.rand(3, 4, 4)]
+TWO_INPUTS = [torch.rand(2, 7), torch.rand(2, 7, 3)]
+
+
+@pytest.mark.parametrize(
+    ("values", "count", "found"),
+    [
+        ([IMAGES, [{"boxes": torch.rand(2, 4)}] * 3], 3, [image[None] for image in IMAGES]),
+        ([[{"id": 1, "image": image} for image in IMAGES]], 3, [image[None] for image in IMAGES]),
+        ([IMAGES[2:] * 3], 3, [IMAGES[2][None]] * 3),
+        ([tuple(IMAGES[:1])], 1, [IMAGES[0][None]]),
+        ([TWO_INPUTS], 2, TWO_INPUTS[:1]),
+        (TWO_INPUTS, 2, TWO_INPUTS[:1]),
+        ([torch.rand(()), {"ids": TWO_INPUTS[0]}], 2, TWO_INPUTS[:1]),
+        ([IMAGES], 0, IMAGES[:1]),  # the number of samples is not known
+        ([SimpleNamespace(store={"size": 5, "nodes": TWO_INPUTS[0]}), TWO_INPUTS[1]], 2, TWO_INPUTS[1:]),
+        ([SimpleNamespace(store={"size": 5, "nodes": TWO_INPUTS[0]}), 1], 2, TWO_INPUTS[:1]),
+        ([torch.nn.utils.rnn.pack_sequence([torch.rand(2, 3)] * 4, enforce_sorted=False)], 4, None),
+        (["text", 3], 2, []),
+    ],
+)
+def test_samples_are_found_in_lists_dicts_and_objects(values, count, found):
+    samples = observe.find_batch(values, count) or observe.find_batch(values, count, observe.MAX_DEPTH)
+    expected = [values[0].data] if found is None else found
+    assert len(samples) == len(expected)
+    assert all(map(torch.equal, samples, expected))
 
 
 def test_a_pattern_that_finds_no_number_is_refused():
