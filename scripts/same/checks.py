@@ -200,7 +200,8 @@ def check_seeds(run: Run, harmless: set[str]) -> Finding | None:
     records = run.steps[0]
     after = [record["random"] or {} for record in records]
     equal = {kind for kind in after[0] if all(other.get(kind) == after[0][kind] for other in after)}
-    if same := sorted(equal & draws_in_step(run) - harmless):
+    # A rank that draws alone, as for noise of differential privacy, draws other numbers than those that draw none.
+    if same := sorted(equal.intersection(*(record["moved"] for record in records)) - harmless):
         what = f"step 1, random numbers of the step: {', '.join(same)} has equal states on all ranks"
         return Finding("same-augmentation", what)
     if records[0]["dropout"] and "torch" in equal:

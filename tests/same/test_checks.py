@@ -368,6 +368,10 @@ RUNS |= {
             ("uncontrolled", "step 1, random numbers"),
         ],
     ),
+    "draws of one rank": (
+        with_fields(record(2, GRADIENTS, random={"torch": 7}), 0, moved=(["torch"], [])),
+        [("uncontrolled", "step 1, random numbers")],
+    ),
     "one mask": (record(2, GRADIENTS, dropout=True, random={"torch": 7}), [("same-dropout", "step 1, dropout")]),
     "a mask for each rank": (
         with_fields(record(2, GRADIENTS, dropout=True), 0, random=({"torch": 7}, {"torch": 8})),
