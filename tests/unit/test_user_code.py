@@ -769,7 +769,7 @@ DOES_NOT_FIT = [
     (("--data", "mine:no_target"), "returned a dict without 'target'; return {{"),
     (("--data", "mine:unknown_target"), "unknown target 'clas'; did you mean 'class'?"),
     (("--data", "mine:no_number"), '"num_classes" is None; give the number of classes or different tokens'),
-    (("--data", "mine:float_class"), "a target is float32 of shape (); of kind 'class' it has to be int64 of shape ()"),
+    (("--data", "mine:float_class"), "a target is float32 of shape (); of kind 'class' it has to be int64 of shape (); convert it, or use 'values' and a --task of your own"),
     (("--data", "mine:unlike"), "a sample of 'train' is float32 of shape (2,) and int64 of shape (), one of 'test' float32 of shape (1,)"),
     (("--data", "mine:uneven"), "'train' has 12 inputs and 11 targets; give as many of each"),
     (("--data", "mine:no_pairs"), "'train'[0] is a int; each sample has to be a pair (input, target)"),

@@ -111,7 +111,8 @@ def load_user_data(args: Options, device: torch.device, on_fault: Callable[[User
     inputs, targets = ours
     wanted = Spec(() if kind == "class" else targets.shape, torch.int64)
     if kind != "values" and targets != wanted:
-        raise UserError(f"{what}: a target is {targets}; of kind {kind!r} it has to be {wanted}")
+        fix = "convert it, or use 'values' and a --task of your own"
+        raise UserError(f"{what}: a target is {targets}; of kind {kind!r} it has to be {wanted}; {fix}")
     are_inputs = kind != "class" and inputs.dtype == torch.int64
     numbers = Numbers(num_classes if kind != "values" else None, are_inputs)
 
