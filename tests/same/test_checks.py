@@ -567,8 +567,9 @@ def test_evaluations_of_several_data_sets_in_turn_are_recorded_each(tmp_path, mo
 
 
 @pytest.mark.parametrize("is_before", [True, False])
-def test_a_teacher_s_passes_are_no_evaluation(tmp_path, is_before):
+def test_a_teacher_s_passes_are_no_evaluation(tmp_path, monkeypatch, is_before):
     """A teacher sees a batch before or after the model that is trained; the test data follow each epoch."""
+    monkeypatch.delitem(sys.modules, "horovod.torch", raising=False)  # it counts as a collective
     observer, student, teacher = observe.Observer(tmp_path, 0), torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(student.parameters())
     data = [torch.full((1,), float(i)) for i in range(4)]
