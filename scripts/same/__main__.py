@@ -13,7 +13,6 @@ import json
 import math
 import re
 import shlex
-import signal
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
@@ -258,6 +257,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     CONTEXT.set_forkserver_preload(["scripts.same.observe", "torch._dynamo"])
     sys.exit(main())

@@ -55,9 +55,14 @@ def run(
         return [run_launcher(command, env, folder, timeout_s)]
     choose_socket_folder()
     processes = [CONTEXT.Process(target=run_rank, args=(words, env, rank)) for rank in range(world_size)]
-    for process in processes:
-        process.start()
-    return wait(processes, timeout_s)
+    try:
+        for process in processes:
+            process.start()
+        return wait(processes, timeout_s)
+    finally:
+        for process in processes:
+            if process.pid:  # it has been started, and runs on after Ctrl-C
+                process.kill()
 
 
 def run_rank(words: Sequence[str], env: Mapping[str, str], rank: int) -> None:

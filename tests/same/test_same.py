@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import signal
 import sys
 
 import psutil
@@ -14,7 +15,7 @@ from scripts.same.causes import NOTES
 from scripts.same.recorded_run import load
 from tests.conftest import require
 from tests.same.bugs import BUGS, NO_BUGS, PADDED, RESUME, RESUME_BUGS, RIGHT, SHARE, UNWRAPPED, plant
-from tests.support import ROOT, wait_until, write_program
+from tests.support import ROOT, Command, wait_until, write_program
 
 pytestmark = pytest.mark.slow
 CHECKPOINT = ("--checkpoint", "{run_dir}/c.pt")
@@ -247,3 +248,18 @@ def test_a_launcher_that_hangs_leaves_no_rank_behind(tmp_path):
     assert script_job.run_launcher([launcher], os.environ, tmp_path / "run", 2) is None
     rank = int((tmp_path / "rank").read_text())
     wait_until(lambda: not psutil.pid_exists(rank) or psutil.Process(rank).status() == "zombie", 10, "no rank")
+
+
+def test_ctrl_c_leaves_no_rank_and_no_file_behind(tmp_path):
+    script, folder = tmp_path / "script.py", tmp_path / "tmp"
+    folder.mkdir()
+    script.write_text(
+        "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        f"open({str(tmp_path / 'started')!r}, 'w')\ntime.sleep(600)\n"
+    )
+    command = Command(sys.executable, "-m", "scripts.same", str(script), TMPDIR=str(folder))
+    wait_until((tmp_path / "started").exists, 60, lambda: command.text)
+    os.killpg(command.process.pid, signal.SIGINT)
+    result = command.wait()
+    assert (result.status, result.stdout + result.stderr) == (130, "")
+    assert list(folder.glob("cluster-recipes-*")) == []

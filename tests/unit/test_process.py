@@ -1,6 +1,8 @@
 """A recipe's process: its rank, as launchers set it, and its stop signals."""
 
 import signal
+import subprocess
+import sys
 from typing import ClassVar
 
 import pytest
@@ -9,6 +11,7 @@ from recipes.common.errors import UserError
 from recipes.common.process.ranks import read_ranks
 from recipes.common.process.signals import FAIL, GO, STOP, Stop
 from tests.conftest import refused
+from tests.support import ROOT
 
 
 class TestRanks:
@@ -63,3 +66,12 @@ class TestStop:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
         signal.raise_signal(signal.SIGUSR1)
         assert Stop().signal == signal.SIGUSR1
+
+
+@pytest.mark.parametrize("module", ["recipes.single.train", "scripts.plan", "scripts.dev.export", "scripts.same"])
+def test_ctrl_c_while_packages_are_imported_is_no_traceback(monkeypatch, tmp_path, module):
+    for package in ("torch", "numpy"):
+        (tmp_path / f"{package}.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = subprocess.run([sys.executable, "-m", module], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout + done.stderr) == (-signal.SIGINT, "")  # a shell's status 130
