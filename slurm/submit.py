@@ -45,6 +45,8 @@ from scripts.launch.command import (
     next_folder,
     parse,
 )
+from scripts.launch.local import visible_gpus
+from scripts.launch.recipe_options import read_option
 from slurm.sweep import grid_points, point_argv, report
 from slurm.training import SIGNAL, Run
 
@@ -113,7 +115,7 @@ def minutes(text: str) -> int:
 def check_job(args: Namespace) -> None:
     """Set the number of processes per node; raises UserError for what this launcher cannot start."""
     if args.recipe in REFUSED:
-        raise UserError(REFUSED[args.recipe])
+        raise UserError(f"{REFUSED[args.recipe]}; on this machine: make run RECIPE={args.recipe}")
     is_single = args.recipe in ONE_PROCESS
     if is_single and (args.nodes, args.nproc_per_node or 1) != (1, 1):
         raise UserError(f"{args.recipe} is one process; NODES=1 NPROC_PER_NODE=1, or RECIPE=ddp")
@@ -121,6 +123,11 @@ def check_job(args: Namespace) -> None:
         args.nproc_per_node = args.nproc_per_node or (1 if is_single else args.gpus) or 1
     if args.local and not args.follow:
         raise UserError("--local is followed to its end; drop --no-follow")
+    if args.local and args.gpus and read_option("--device", "auto", args.options) != "cpu":
+        needed, there = args.nodes * args.gpus, len(visible_gpus())
+        if there < needed:
+            where = f"GPUS={args.gpus} on {args.nodes} node{'s' * (args.nodes > 1)} of this machine"
+            raise UserError(f"{where}: {there} of {needed} GPUs are there; lower GPUS, or leave it out")
     for name in () if args.local else ("sbatch", "srun", "squeue", "scontrol"):
         if not shutil.which(name):
             other = "use --local (make submit: LOCAL=1), or run this on the cluster's login node"
@@ -393,6 +400,7 @@ def train_here(args: Namespace, folder: Path, runs: list[Run]) -> int:
     nodes = ["--nodes", str(args.nodes)]
     if args.nproc_per_node:
         nodes += ["--nproc-per-node", str(args.nproc_per_node)]
+    nodes.append(f"--how-to-resume=to resume, the same command with NAME={folder.name} ARGS='... --resume auto'")
     launcher = [sys.executable, "-m", "scripts.launch.local", args.recipe, *nodes]
     commands = [[*launcher, *[f"--name={run.folder.name}"] * bool(run.script), "--", *run.argv] for run in runs]
     if not args.sweep:

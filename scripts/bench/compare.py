@@ -175,7 +175,9 @@ def main(argv: list[str]) -> int:
     folder = next_folder("compare")
     for recipe in recipes:
         print(f"--- {recipe}", flush=True)
-        command, env = [sys.executable, "-m", "scripts.launch.local", recipe], dict(os.environ)
+        # A comparison that is interrupted begins anew.
+        command = [sys.executable, "-m", "scripts.launch.local", recipe, "--how-to-resume="]
+        env = dict(os.environ)
         if recipe in ONE_PROCESS:  # dataparallel on as many GPUs as the others
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[: args.nodes * args.nproc_per_node])
         else:

@@ -193,7 +193,7 @@ class LocalJob:
         self.refusals: list[str] = []
         self.held_until = 0.0
         self.interrupted_by = 0
-        self.name_to_add = ""
+        self.how_to_resume = ""
         self.stop_signals: set[int] = set()
         self.stop_grace_s = STOP_GRACE_S
         self.stop_deadline = float("inf")
@@ -297,8 +297,7 @@ class LocalJob:
         if not is_refused:  # otherwise node 0 has printed it
             self.print_refusals()
         if self.interrupted_by:
-            fix = f"add --resume auto{self.name_to_add} to resume"
-            whole = "" if script.is_set() else f"; checkpoints so far are whole: {fix}"
+            whole = f"; checkpoints so far are whole: {self.how_to_resume}" if self.how_to_resume else ""
             with contextlib.suppress(OSError):  # after SIGHUP: the terminal has gone
                 print(f"interrupted{whole}", file=sys.stderr)
             return 128 + self.interrupted_by
@@ -399,6 +398,8 @@ def parse_args(
     parser.add_argument("--max-restarts", type=restarts, help=own("elastic: restarts after failures (3)"))
     # NAMESPACE=ADDRESS,...: a network for each node, from scripts/lab/network.py
     parser.add_argument("--networks", default="", help=SUPPRESS)
+    # What to type after Ctrl-C, if that is not --resume auto: from a command that starts several jobs
+    parser.add_argument("--how-to-resume", help=SUPPRESS)
     parser.add_argument("--name", default="", help="the run's name, with SCRIPT")
     parser.add_argument("--list", action="store_true", help=own("list the recipes and exit"))
     return parse(parser, argv)
@@ -427,6 +428,17 @@ def processes_per_node(args: Namespace, shares: list[list[str]]) -> int:
 def name_run(recipe: str) -> str:
     """Return a name for a run of a recipe: two jobs may start in one second."""
     return f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+def how_to_resume(args: Namespace, is_named: bool) -> str:
+    """Return how to resume a recipe after Ctrl-C; "" if that is not known, as of a script."""
+    if script.is_set():
+        return ""
+    if args.how_to_resume is not None:
+        return str(args.how_to_resume)
+    # Without a name, --resume auto may continue the run before: this one may not have begun.
+    name = read_option("--name", "", args.options) or "with the name of this run"
+    return f"add --resume auto{'' if is_named else f' and --name {name}'} to resume"
 
 
 @command
@@ -477,8 +489,7 @@ def run_job(args: Namespace, shares: list[list[str]], processes: int, elastic: t
             words = f"NAME={Path(os.environ['RUN_DIR']).name} RESUME=auto"
         address = networks[-1][1] if networks else "127.0.0.1"
         job = ElasticJob(*elastic, address, f"to resume: the same command with {words}")
-    if not is_named:  # without a name, --resume auto may continue the run before: this one may not have begun
-        job.name_to_add = f" and --name {read_option('--name', '', args.options) or 'with the name of this run'}"
+    job.how_to_resume = how_to_resume(args, is_named)
     if not script.is_set():  # a recipe ends its step first, and ends by itself if a rank waits for --timeout-s
         with contextlib.suppress(ValueError):  # the recipe refuses it
             job.stop_grace_s += 2 * float(read_option("--timeout-s", "300", args.options))

@@ -120,6 +120,7 @@ def test_a_recipe_gets_a_process_for_each_gpu_as_in_make_run(words, processes, g
     monkeypatch.setattr(compare, "next_folder", lambda kind: tmp_path)
     assert compare.main(["ddp", *words]) == 1
     assert f"--nproc-per-node={processes}" in commands[0]
+    assert "--how-to-resume=" in commands[0]  # after Ctrl-C, there is nothing to resume
 
 
 def test_dataparallel_gets_as_many_gpus_as_the_others_together(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """`make submit LOCAL=1`: what a job of Slurm would train, as `make run` does, and the points of a sweep."""
 
+import os
 import signal
 import sys
 
@@ -27,6 +28,16 @@ def test_it_becomes_the_launcher_of_local_nodes(tmp_path):
     done = command.wait(check=True)
     assert " on 2 nodes, all on this machine, record " in done.stdout
     assert "stopped by SIGTERM, for which a rank had no handler\n" in done.stdout
+
+
+@pytest.mark.parametrize("sweep", [(), ("--sweep", "lr=0.1,0.2")], ids=["one", "sweep"])
+def test_ctrl_c_says_how_this_command_resumes(tmp_path, sweep):
+    command = submit("single", *sweep, "--name", "mine", "--", "--runs-dir", str(tmp_path), "--epochs", "900")
+    command.wait_for_step(tmp_path / ("mine-lr0.1" if sweep else "mine"), 1)
+    os.killpg(command.process.pid, signal.SIGINT)
+    done = command.wait()
+    how = "to resume, the same command with NAME=mine ARGS='... --resume auto'"
+    assert (done.status, done.stderr) == (130, f"interrupted; checkpoints so far are whole: {how}\n")
 
 
 def test_points_of_a_script_run_one_by_one(tmp_path):

@@ -47,7 +47,7 @@ def test_lines_that_look_like_refusals_are_printed_while_the_job_goes_on(monkeyp
 @pytest.mark.parametrize(
     ("stop", "status", "last"),
     [
-        ("interrupt", 130, "interrupted; checkpoints so far are whole: add --resume auto to resume"),
+        ("interrupt", 130, "interrupted"),
         ("record_stop", 1, "error: still running 0 s after the signal; killed"),
     ],
 )
@@ -70,19 +70,21 @@ def test_a_recipe_may_end_its_step_after_a_stop_signal(monkeypatch, options, is_
     monkeypatch.setattr(local.LocalJob, "handle_signals", lambda job: None)
     monkeypatch.setattr(local.LocalJob, "start", lambda *_: None)
     monkeypatch.setattr(local.LocalJob, "wait", lambda job: graces.append(job.stop_grace_s))
-    local.run_job(Namespace(recipe="ddp", networks="", options=options), [[]], 1, None)
+    local.run_job(Namespace(recipe="ddp", networks="", how_to_resume=None, options=options), [[]], 1, None)
     assert graces == [expected]
 
 
 @pytest.mark.parametrize(
-    ("options", "elastic", "expected"),
+    ("options", "elastic", "own", "expected"),
     [
-        (["--name", "mine"], None, "add --resume auto to resume"),
-        ([], None, "add --resume auto and --name with the name of this run to resume"),
-        ([], (1, 3), "add --resume auto and --name ddp-7 to resume"),
+        (["--name", "mine"], None, None, "add --resume auto to resume"),
+        ([], None, None, "add --resume auto and --name with the name of this run to resume"),
+        ([], (1, 3), None, "add --resume auto and --name ddp-7 to resume"),
+        (["--name", "mine-lr1"], None, "to resume, the same", "to resume, the same"),  # make submit LOCAL=1
+        (["--name", "ddp"], None, "", ""),  # make compare
     ],
 )
-def test_ctrl_c_names_the_run_that_can_be_resumed(monkeypatch, capsys, options, elastic, expected):
+def test_ctrl_c_names_the_run_that_can_be_resumed(monkeypatch, capsys, options, elastic, own, expected):
     """Before this run has a record, --resume auto alone would continue the run before it."""
     monkeypatch.setattr(local, "name_run", lambda recipe: f"{recipe}-7")
     monkeypatch.setattr(local, "start_process", lambda *_, **__: Namespace(poll=lambda: None))
@@ -90,8 +92,10 @@ def test_ctrl_c_names_the_run_that_can_be_resumed(monkeypatch, capsys, options, 
     monkeypatch.setattr(local.LocalJob, "start", lambda *_: None)
     for kind in (local.LocalJob, local.ElasticJob):
         monkeypatch.setattr(kind, "wait", lambda job: job.interrupt(signal.SIGINT, None) or job.report([]))
-    assert local.run_job(Namespace(recipe="ddp", networks="", options=options), [[]], 1, elastic) == 130
-    assert capsys.readouterr().err == f"interrupted; checkpoints so far are whole: {expected}\n"
+    args = Namespace(recipe="ddp", networks="", how_to_resume=own, options=options)
+    assert local.run_job(args, [[]], 1, elastic) == 130
+    whole = f"; checkpoints so far are whole: {expected}" if expected else ""
+    assert capsys.readouterr().err == f"interrupted{whole}\n"
 
 
 def test_an_output_that_cannot_be_written_is_one_line():

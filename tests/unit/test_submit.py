@@ -122,8 +122,15 @@ def test_the_names_of_a_sweeps_runs():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("horovod", "horovod has a launch file of its own: sbatch slurm/horovod.sbatch"),
+        (
+            "horovod",
+            "horovod has a launch file of its own: sbatch slurm/horovod.sbatch; on this machine: make run ",
+        ),
         ("spawn", "spawn starts its ranks by itself"),
+        (
+            "ddp --local --nodes 2 --gpus-per-node 1 --sweep lr=1,2",
+            "GPUS=1 on 2 nodes of this machine: 0 of 2 GPUs are there; lower GPUS, or leave it out",
+        ),
         ("single --nodes 2", "single is one process; NODES=1 NPROC_PER_NODE=1, or RECIPE=ddp"),
         ("dataparallel --nproc-per-node 2", "dataparallel is one process"),
         ("ddp --nodes 0", "NODES expects a whole number of at least 1, got '0'"),
@@ -139,7 +146,7 @@ def test_the_names_of_a_sweeps_runs():
         ("ddp --local -- --resume auto", "--resume auto needs the run's name: NAME=... (--name)"),
         ("ddp --local --sweep lr", "SWEEP expects options such as lr=0.1,0.2, got 'lr'"),
         ("ddp --local --sweep lr=fast", "--lr: expects a number above 0, got 'fast'"),
-        ("fsdp --local --nodes 2 --gpus-per-node 2 -- --replicas 3", "--replicas 3 does not divide 4 processes"),
+        ("fsdp --local --nodes 2 --nproc-per-node 2 -- --replicas 3", "--replicas 3 does not divide 4 processes"),
     ],
 )
 def test_refusals_are_one_line(tmp_path, monkeypatch, capsys, words, message):
@@ -158,11 +165,13 @@ def test_refusals_are_one_line(tmp_path, monkeypatch, capsys, words, message):
 )
 def test_the_local_launcher_decides_on_processes_that_are_not_given(tmp_path, monkeypatch, words, expected):
     """By default `make run` starts a process for each GPU of this machine."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     monkeypatch.setattr(os, "execv", Mock(side_effect=InterruptedError))
     with pytest.raises(InterruptedError):
         submit.main(["ddp", "--local", *words.split(), "--name", "mine", "--", "--runs-dir", str(tmp_path)])
     command = os.execv.call_args.args[1]
-    assert command[3 : command.index("--")] == ["ddp", "--nodes", "1", *expected.split()]
+    how = "--how-to-resume=to resume, the same command with NAME=mine ARGS='... --resume auto'"
+    assert command[3 : command.index("--")] == ["ddp", "--nodes", "1", *expected.split(), how]
 
 
 def test_a_slurm_that_does_not_answer_is_one_line(tmp_path, monkeypatch, capsys):
