@@ -58,7 +58,7 @@ def adjust_output() -> None:
     Also make each line one write: with PYTHONUNBUFFERED, print() writes a line and its end separately, and the
     lines of ranks that share a pipe would mix.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.write_through:

@@ -345,7 +345,10 @@ class DataOptions(RunOptions):
         return self.resume == "auto" or bool(self.start_from or self.weights)
 
     def check_start(self) -> None:
-        """Raise UserError unless the options name one thing, or nothing, that the run starts from."""
+        """Raise UserError unless the run starts from one thing, or nothing, and can write its record."""
+        if self.tensorboard and str(self.runs_dir).encode(errors="ignore") != os.fsencode(self.runs_dir):
+            fix = "choose another name, set LC_ALL=C.UTF-8, or add --no-tensorboard"
+            raise UserError(f"--runs-dir {self.runs_dir}: TensorBoard writes only to names in UTF-8; {fix}")
         if self.weights and self.start_from:
             raise UserError("--weights and --start-from: a run starts from one of the two; drop one")
         if self.evaluate and not self.weights:

@@ -38,6 +38,8 @@ NOT_COMPARED = ("scaled-with-batch", "uncontrolled", "not-replicated")
 
 KEEP_FILES = "if it goes on from a file of an earlier run, let it keep its files in {run_dir}"
 UNREADABLE = "prints no loss that can be read; print `loss 2.3` in a line, or give LOSS='(regular expression)'"
+ASCII_QUOTES = str.maketrans("“”", '""')
+"""For a terminal of any encoding."""
 STOP_SHARE = 0.6
 """Share of a run's steps after which it is killed, to be resumed."""
 
@@ -229,7 +231,7 @@ class Session:
             at = join(dict.fromkeys(size for size, _ in seen))
             lines += [f"{kind} at {at} processes: {seen[0][1]}"]
             lines += [f"  cause  {about.summary} [{cause}]", f"  fix    {about.fix}"]
-            lines += [f"  doc    {about.doc}"] * bool(about.doc)
+            lines += [f"  doc    {about.doc.translate(ASCII_QUOTES)}"] * bool(about.doc)
         return lines
 
     @property

@@ -168,12 +168,22 @@ def test_a_line_is_one_write_also_without_buffers(stream):
 
 
 @pytest.mark.parametrize("run", [run_main, lambda main: command(lambda argv: main())([])])
-def test_text_that_the_output_cannot_encode_is_escaped(monkeypatch, run):
-    """As with LANG=en_US, which means Latin-1, or for a name of other bytes than the locale's."""
-    output = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_text_that_the_output_cannot_encode_is_escaped(monkeypatch, run, errors):
+    """As with LANG=en_US, which means Latin-1, with LC_ALL=C, or for a name of other bytes than the locale's."""
+    output = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", errors=errors)
     monkeypatch.setattr(sys, "stdout", output)
     assert run(lambda: print("\u201c\xe9\udcff\u201d", flush=True)) == 0
     assert output.buffer.getvalue() == b"\\u201c\xe9\\udcff\\u201d\n"
+
+
+def test_a_name_that_tensorboard_cannot_write_is_refused(tmp_path):
+    """Without UTF-8, a name's bytes beyond ASCII reach Python as surrogates."""
+    argv = ["--runs-dir", str(tmp_path / "r\udcc3\udcbcns")]
+    with refused("TensorBoard writes only to names in UTF-8; choose another name, set LC_ALL"):
+        single.options(argv)
+    single.options([*argv, "--no-tensorboard"])
+    single.options(["--runs-dir", str(tmp_path / "rüns")])
 
 
 def test_collections_leave_out_what_torch_has_loaded():
