@@ -205,6 +205,17 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
 
+def check_writable(folder: Path | None = None) -> None:
+    """Raise UserError if no file can be made in a folder (default: runs) or, if it is missing, in its parent."""
+    folder = absolute(folder or ROOT / "runs")
+    place = next(path for path in (folder, *folder.parents) if path.exists())
+    with as_user_error("write", place):
+        try:
+            tempfile.TemporaryFile(dir=place).close()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror) from None  # without the file's own name
+
+
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """What the system says of a file system that takes no more data."""
 

@@ -38,7 +38,7 @@ from recipes.common.options import (
 )
 from recipes.common.parallel.groups import PIECE_BYTES
 from recipes.common.world.places import place_of
-from scripts.launch.command import Column, CommandParser, check_recipe, command, next_folder, table
+from scripts.launch.command import Column, CommandParser, check_recipe, check_writable, command, next_folder, table
 from scripts.launch.recipe_options import read_option
 from scripts.plan import cost_model
 from scripts.plan.cost_model import Cluster, Compute, Link, Method
@@ -165,6 +165,7 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
     if getattr(options, "opt_level", "O0") != "O0":  # apex has this option instead of --amp
         options = replace(options, amp="fp16")
     check_layout(args, method_of(args, options), options)
+    check_writable(args.output)
     return args, options
 
 
@@ -440,8 +441,7 @@ def main(argv: list[str]) -> None:
         (folder / "plan.json").write_text(json.dumps(plan, indent=2) + "\n")
         (folder / "table.md").write_text(f"{text}\n\n" + "\n".join(f"- {line}" for line in lines) + "\n")
         plot(plan["rows"], f"{plan['recipe']} {plan['model']}, {plan['fabric']['name']}", folder / "plan.png")
-    print("\n".join([*lines, "", text, ""]))
-    print(f"wrote {os.path.relpath(folder)}/plan.json, table.md and plan.png")
+    print("\n".join([*lines, "", text, "", f"wrote {os.path.relpath(folder)}/plan.json, table.md and plan.png"]))
 
 
 if __name__ == "__main__":

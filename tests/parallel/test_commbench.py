@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from recipes.common.errors import UserError
+from scripts.bench.commbench import __main__ as commbench
 from scripts.bench.commbench import rank
 from scripts.launch.local import free_port
 from tests.conftest import need_horovod, need_mpi
@@ -57,6 +58,12 @@ def test_each_node_of_a_cluster_starts_its_own_ranks(tmp_path):
     assert second.stdout == ""
     rows = json.loads((tmp_path / "commbench-001/commbench.json").read_text())["rows"]
     assert [row["ranks"] for row in rows] == [2] * 6
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(monkeypatch, capsys):
+    monkeypatch.setattr(commbench, "run_backend", pytest.fail)
+    assert commbench.main(["gloo", "--runs-dir", "/proc/runs"]) == 2
+    assert capsys.readouterr().err.startswith("error: cannot write /proc: ")
 
 
 def flip(tensor):

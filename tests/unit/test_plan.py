@@ -756,10 +756,12 @@ def test_the_documented_defaults_are_those_of_the_options():
     assert f"`--mtbf-gpu-hours` is {args.mtbf_gpu_hours:,.0f} by default" in (ROOT / "docs/plan.md").read_text()
 
 
-def test_a_plan_that_cannot_be_written_is_one_line(tmp_path, capsys):
+def test_a_plan_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "count_workload", pytest.fail)
     (tmp_path / "file").touch()
-    assert command.main(["ddp", "--data", "digits", "--nodes", "1", "--output", str(tmp_path / "file")]) == 2
-    assert capsys.readouterr().err == f"error: cannot write {tmp_path / 'file'}: File exists\n"
+    for folder in ("file", "file/plan"):
+        assert command.main(["ddp", "--data", "digits", "--nodes", "1", "--output", str(tmp_path / folder)]) == 2
+        assert capsys.readouterr().err == f"error: cannot write {tmp_path / 'file'}: Not a directory\n"
 
 
 def test_the_page_shows_what_the_plan_prints():

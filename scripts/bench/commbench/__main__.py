@@ -28,7 +28,17 @@ from scripts.bench.commbench.options import BACKENDS, add_options, check_options
 from scripts.bench.commbench.rows import COLUMNS, Row, link_speed
 from scripts.lab import network
 from scripts.launch.agent import read_node
-from scripts.launch.command import ROOT, CommandParser, check_names, command, count, next_folder, parse, table
+from scripts.launch.command import (
+    ROOT,
+    CommandParser,
+    check_names,
+    check_writable,
+    command,
+    count,
+    next_folder,
+    parse,
+    table,
+)
 from scripts.launch.interface import interface_to
 from scripts.launch.local import LOOPBACK, visible_gpus
 from scripts.launch.processes import run_side_by_side
@@ -183,6 +193,8 @@ def main(argv: list[str]) -> int:
         if backend in reasons:
             raise UserError(f"{backend} cannot be measured here: {reasons[backend]}")
     left_out = {} if args.backends else reasons
+    if not place.node_rank:
+        check_writable(args.runs_dir)
     rows, failed = [], {}
     for number, backend in enumerate(args.backends or [name for name in BACKENDS if name not in reasons]):
         try:
