@@ -21,6 +21,9 @@ from recipes.common.errors import UserError
 from recipes.common.record.resume import read_path
 from scripts.launch.command import CommandParser, command
 
+ENDINGS = ("", ".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+"""Of names of files in torch's format, and the other one."""
+
 
 @command
 def main(argv: list[str]) -> None:
@@ -29,6 +32,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder (runs/NAME), or a checkpoint")
     parser.add_argument("out", metavar="OUT", type=Path, help="the file to write")
     args = parser.parse_args(argv)
+    if args.out.suffix not in ENDINGS:
+        what = "the file has torch's format, or safetensors"
+        raise UserError(f"OUT {args.out}: {what}; let its name end with .pt or .safetensors")
     if args.out.exists():
         raise UserError(f"OUT {args.out} exists; remove it, or choose another name")
     try:

@@ -84,6 +84,8 @@ def test_what_cannot_be_exported_is_refused_in_one_line(run, tmp_path, capsys):
     assert refusal(tmp_path / "empty").startswith(f"error: RUN {tmp_path / 'empty'}: no checkpoints in ")
     assert refusal(run / "checkpoints" / "cut.pt").startswith("error: RUN ")
     assert "No such file or directory" in refusal(run, tmp_path / "no" / "out.pt")
+    what = "the file has torch's format, or safetensors; let its name end with .pt or .safetensors"
+    assert refusal(run, tmp_path / "out.onnx") == f"error: OUT {tmp_path / 'out.onnx'}: {what}"
     assert refusal(run, there / "out.pt").startswith(f"error: cannot write {there / 'out.pt'}: Not a directory; ")
     for path in (run / "checkpoints").glob("step-*"):
         path.unlink()
