@@ -183,9 +183,22 @@ def resume_mode(text: str) -> str:
 
 
 def one_of_or_own(*words: str) -> Callable[[str], str]:
-    """Return a type for argparse: one of the words, or package.module:function."""
+    """Return a type for argparse: one of the words (none: a name), or package.module:function."""
     parse_value = one_of(*words, "package.module:function")
-    return lambda text: text if is_user_code(text) else parse_value(text)
+
+    def parse_name(text: str) -> str:
+        if is_user_code(text) or (not words and re.fullmatch(r"[\w-]+", text)):
+            return text
+        own = ":".join(text.removesuffix(".py").rsplit(".", 1))
+        if not words or is_user_code(own):
+            hint = f"; did you mean {own!r}?" if is_user_code(own) else ""
+            name = "" if words else "a name, or "
+            raise argparse.ArgumentTypeError(
+                f"expects {name}package.module:function for your own, got {text!r}{hint}"
+            )
+        return parse_value(text)
+
+    return parse_name
 
 
 def plain_name(text: str) -> str:
@@ -320,7 +333,7 @@ class DataOptions(RunOptions):
     )
     model: str = option(
         "lenet",
-        str,
+        one_of_or_own(),
         "lenet, vit-tiny, a classification model of torchvision, gpt-tiny, -small, -medium or -xl for text and "
         "tokens, or package.module:function for your own",
     )
