@@ -229,7 +229,8 @@ class Session:
             about, kind = (NOTES[cause], "note") if cause in NOTES else (CAUSES[cause], "differs")
             seen = [(size, one.what) for size, one in self.findings if one.cause == cause]
             at = join(dict.fromkeys(size for size, _ in seen))
-            lines += [f"{kind} at {at} processes: {seen[0][1]}"]
+            first = f", first at {seen[0][0]}" if len({what for _, what in seen}) > 1 else ""
+            lines += [f"{kind} at {at} processes{first}: {seen[0][1]}"]
             lines += [f"  cause  {about.summary} [{cause}]", f"  fix    {about.fix}"]
             lines += [f"  doc    {about.doc.translate(ASCII_QUOTES)}"] * bool(about.doc)
         return lines

@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn._reduction import legacy_get_string
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -388,7 +389,10 @@ class Observer:
         loss = cast(Tensor, original(input, target, *args, **kwargs))
         names = ("weight", "size_average", "ignore_index", "reduce", "reduction")
         given = dict(zip(names, args, strict=False)) | kwargs
-        is_mean = loss.requires_grad and not loss.dim() and given.get("reduction", "mean") == "mean"
+        reduction, legacy = given.get("reduction", "mean"), (given.get("size_average"), given.get("reduce"))
+        if legacy != (None, None):  # deprecated, and they come before reduction
+            reduction = legacy_get_string(*legacy, emit_warning=False)
+        is_mean = loss.requires_grad and not loss.dim() and reduction == "mean"
         # Targets in floating point are chances of each class, which all count.
         if is_mean and not (torch.compiler.is_compiling() or target.is_floating_point() or has_no_values(target)):
             classes, weight = target[target != given.get("ignore_index", -100)], given.get("weight")

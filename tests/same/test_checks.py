@@ -275,6 +275,33 @@ def test_the_documentation_says_what_is_quoted(name):
     assert quote in " ".join(getdoc(pkgutil.resolve_name(source)).split())
 
 
+@pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
+@pytest.mark.parametrize(
+    ("given", "averaged"),
+    [
+        ({}, [2]),
+        ({"reduction": "sum"}, []),
+        ({"size_average": False}, []),
+        ({"reduce": False}, []),
+        ({"size_average": True, "reduction": "sum"}, [2]),
+        ({"reduce": True, "reduction": "sum"}, [2]),
+    ],
+)
+def test_only_a_loss_that_is_a_mean_is_noted_as_one(tmp_path, given, averaged):
+    observer = observe.Observer(tmp_path, 0)
+    output, target = torch.zeros(3, 4, requires_grad=True), torch.tensor([1, -100, 2])
+    observer.average(torch.nn.functional.cross_entropy, output, target, **given)
+    assert observer.record["averaged"] == averaged
+
+
+def test_the_verdict_says_at_how_many_processes_it_saw_what_it_shows(tmp_path):
+    findings = [(2, Finding("many-steps", "step 150")), (3, Finding("many-steps", "step 120"))]
+    session = Session(None, tmp_path, findings=findings)
+    assert session.verdict()[0] == "differs at 2 and 3 processes, first at 2: step 150"
+    session.findings = [(size, Finding("no-set-epoch", "epoch 2, order")) for size in (2, 3)]
+    assert session.verdict()[0] == "differs at 2 and 3 processes: epoch 2, order"
+
+
 def test_every_bug_can_be_planted_and_has_a_cause(tmp_path):
     named = BUGS | RESUME_BUGS
     for edits in [*NO_BUGS.values(), *(edits for bugs in named.values() for edits in bugs.values())]:
