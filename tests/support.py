@@ -400,9 +400,9 @@ def accuracies(run: Path) -> list[float]:
 
 
 def newest_checkpoint(run: Path) -> dict[str, Any]:
-    """Return the content of a run's newest checkpoint."""
+    """Return the content of a run's newest checkpoint, on the CPU, also where the run's GPUs are not there."""
     path = max((run / "checkpoints").glob("step-*.pt"))
-    content: dict[str, Any] = torch.load(path, weights_only=True)
+    content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return content
 
 

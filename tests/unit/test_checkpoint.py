@@ -37,6 +37,7 @@ from recipes.common.checkpoint.reading import (
     read_newest,
 )
 from recipes.common.errors import UserError
+from recipes.common.record.resume import read_path
 from recipes.common.restore import position_of
 from recipes.common.world.tree import map_tree
 from recipes.single.train import options
@@ -652,3 +653,14 @@ def test_wrapped_tensors_without_an_address_are_two():
     copied = copy_tree({"one": one, "other": other})
     assert copied["one"].inner.tolist() == [0, 0]
     assert copied["other"].inner.tolist() == [1, 1]
+
+
+def test_a_checkpoint_that_was_written_on_gpus_is_read_without_one(tmp_path, monkeypatch):
+    """By make export, and by the tests' own helper."""
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+    CheckpointFolder(tmp_path / "checkpoints").write(content(10))
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match=r"torch\.cuda\.is_available\(\) is False"):
+            torch.load(tmp_path / "checkpoints/step-000000010.pt", weights_only=True)
+    assert read_path(tmp_path)[1]["model"]["weight"].device.type == "cpu"
+    assert newest_checkpoint(tmp_path)["model"]["weight"].device.type == "cpu"
