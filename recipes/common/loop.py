@@ -243,6 +243,9 @@ def train_epochs(job: Job, technique: Technique) -> None:
         refused = refusal(f"rank {job.peers.rank} left the job", error)
         refused.on_one_rank = True
         raise refused from error
+    except Exception as error:
+        error.add_note(f"on rank {job.peers.rank}, after step {job.position.step}")  # Python prints it, last
+        raise
 
 
 def evaluate_or_save(job: Job, technique: Technique) -> dict[str, float] | None:

@@ -29,7 +29,7 @@ import torch.multiprocessing as mp
 from recipes.common.data.workers import start_tracker
 from recipes.common.errors import UserError
 from recipes.common.options import non_negative_int, option, parse, positive_int
-from recipes.common.process.entry import run_main
+from recipes.common.process.entry import LOST_RANK_STATUS, run_main
 from recipes.common.process.node import Failure, Node, check_head, read_master, status_of
 from recipes.common.process.parent import end_with_parent
 from recipes.common.process.ranks import Ranks, read_ranks
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     addr, port = read_master(args.nnodes)
     node = Node(args.nnodes, args.node_rank, args.nproc_per_node, addr, port, args.rdzv_timeout_s)
     check_head(node)
-    os.environ.update(MASTER_ADDR=addr, MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR=addr, MASTER_PORT=str(port), LOST_RANK_STATUS=str(LOST_RANK_STATUS))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: else each rank has a thread per core
     start_tracker()  # else the event starts it, without blocking the stop signals there
     has_met = mp.get_context("spawn").Event()

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes.common.process.node import Failure, cause_of, status_of
+from recipes.common.process.entry import LOST_RANK_STATUS
+from recipes.common.process.node import Failure, cause_of, status_of, with_own_error
 from recipes.common.process.parent import LAUNCHER_PID
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
@@ -57,10 +58,11 @@ announce_stop: Callable[[], bool] | None = None
 
 
 def rank_command(recipe: str, options: list[str]) -> list[str]:
-    """Return the command of a rank, and set LAUNCHER_PID so that the rank ends with this agent."""
+    """Return the command of a rank; set LAUNCHER_PID, with which it ends, and its status if it loses another."""
     os.environ[LAUNCHER_PID] = str(os.getpid())
     if script.is_set():
         return [sys.executable, "-m", "scripts.launch.script", os.environ["SCRIPT"], *options]
+    os.environ["LOST_RANK_STATUS"] = str(LOST_RANK_STATUS)
     return [sys.executable, "-m", "scripts.launch.hold_signals", f"recipes.{recipe}.train", *options]
 
 
@@ -168,7 +170,7 @@ def own_failures(failures: dict[int, Failure]) -> dict[int, Failure]:
 
 def cause_of_failure(failures: dict[int, Failure]) -> str:
     """Return which of a node's failed ranks is to blame, and how it ended."""
-    return cause_of(own_failures(failures))
+    return cause_of(with_own_error(own_failures(failures), script.is_set()))
 
 
 def report_if_stopped(failures: dict[int, Failure]) -> bool:

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -33,6 +34,7 @@ from tests.support import (
     losses,
     metrics,
     newest_checkpoint,
+    run_command,
     run_ranks,
     start_run,
     train,
@@ -434,3 +436,34 @@ def test_kill_9_of_any_process_ends_all_within_10_s(uninterrupted, tmp_path, vic
     whole = train("ddp", tmp_path / "whole", 2 * per_node, *ENDLESS, *end)
     assert losses(tmp_path / "killed") == losses(whole)
     assert largest_difference(weights(tmp_path / "killed"), weights(whole)) == 0
+
+
+FAILS_LATE = """
+import os
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, data):
+        super().__init__(nn.Flatten(), nn.Linear(64, 10))
+        self.passes = 0
+
+    def forward(self, x):
+        self.passes += self.training
+        if self.passes == 10 and os.environ["RANK"] == "1":
+            raise ValueError("no such shape")
+        return super().forward(x)
+"""
+
+
+@pytest.mark.parametrize("recipe", ["ddp", *slow("spawn")])
+def test_the_rank_with_an_error_of_its_own_is_blamed_and_not_the_one_that_lost_it(tmp_path, recipe):
+    (tmp_path / "late.py").write_text(FAILS_LATE)
+    words = ("scripts.launch.local", recipe, "--nproc-per-node", "2", "--", "--model", "late:Net")
+    result = run_command(sys.executable, "-m", *words, "--runs-dir", str(tmp_path), PYTHONPATH=str(tmp_path))
+    lines = [re.sub(r"^\[rank1\]: ", "", line) for line in result.stderr.splitlines()]
+    assert "ValueError: no such shape" in lines, result.stderr
+    at = lines.index("ValueError: no such shape")
+    assert lines[at + 1] == "on rank 1, after step 9"  # a traceback of the user's code, and where it was
+    assert re.fullmatch(r"error: rank 0 on \S+ lost another rank: .*", lines[at + 2])
+    assert re.fullmatch(r"error: rank 1 \(pid .*\) ended with status 1; its own error is above", lines[at + 3])
+    assert (result.status, lines[at + 4 :]) == (1, ["error: node 0 ended with status 1; all nodes are stopped"])

@@ -257,6 +257,10 @@ EARLY = "ranks 0, 2 ended with status 0, perhaps too early\n"
         ({"r0": 0, "r1": -signal.SIGUSR2}, 140, "1{at} was killed by SIGUSR2; rank 0 ended"),
         ({"r0": 3, "r1": -9}, 3, None),  # each has reported where it hung
         ({"r0": 75, "r1": -9}, 75, None),  # rank 0 has reported that its port was taken
+        ({"r0": 69, "r1": 1}, 1, "1{at} ended with status 1; its own error is above"),  # rank 0 lost rank 1
+        ({"r0": 69, "r1": -9}, 137, "1{at} was killed by SIGKILL"),
+        ({"r0": 69, "r1": 69, "r2": -signal.SIGUSR2}, 1, None),  # they have lost a rank of another node
+        ({"r0": 0, "r1": 69}, 1, "1{at} ended with status 1; its own error is above; rank 0 ended"),
     ],
 )
 def test_the_status_that_tells_most(capsys, statuses, expected, words):
@@ -268,6 +272,12 @@ def test_the_status_that_tells_most(capsys, statuses, expected, words):
     else:
         assert error.startswith(f"error: rank {words.format(at=f' (pid 77 on {socket.gethostname()})')}")
         assert error.count("\n") == 1
+
+
+def test_a_script_may_end_with_any_status(capsys, monkeypatch):
+    monkeypatch.setenv("SCRIPT", "train.py")
+    assert rank_processes.node_status({0: Failure(69, 77), 1: Failure(1, 78)}) == 69
+    assert "rank 0 (pid 77 on " in capsys.readouterr().err
 
 
 STORE_GONE = """

@@ -22,6 +22,9 @@ from recipes.common.watch.watch import Watch
 USAGE_STATUS = 2
 """Exit status of a UserError by default, the one that argparse and most Unix tools use."""
 
+LOST_RANK_STATUS = 69
+"""Exit status of a rank that has only lost another one, if its launcher sets it; else 1, as for other errors."""
+
 CHECKPOINT_THREAD = "checkpoint"
 """The name of the thread that writes a checkpoint."""
 
@@ -50,6 +53,8 @@ LOST_PEER = (
     *TIMEOUT_PHRASES,
 )
 """Phrases in the error messages of collectives whose other ranks have gone or do not answer."""
+
+LOST = "lost another rank"
 
 SAME_ERROR_S = 1.0
 """How long a rank with an error of its own stays, as the others may have the same one in the same step."""
@@ -81,9 +86,10 @@ def run_main(main: Callable[[], object]) -> int:
         if text := unrepeatable(_said(error)):
             return _refuse(UserError(text, on_one_rank=True))
         is_full = type(error).__name__ == "OutOfMemoryError"  # torch's; this file does not import torch
-        if not _explain(error, is_full):
+        if not (reason := _explain(error, is_full)):
             raise
-        _end_now(1, MEMORY_GRACE_S if is_full else CHECKPOINT_GRACE_S)
+        status = int(os.environ.get("LOST_RANK_STATUS", "1")) if reason.startswith(LOST) else 1
+        _end_now(status, MEMORY_GRACE_S if is_full else CHECKPOINT_GRACE_S)
     finally:
         # The job is over for this process: a stop signal must not kill it while the interpreter shuts down.
         for number in STOP_SIGNALS:
@@ -117,20 +123,20 @@ def _end_now(status: int, grace_s: float) -> NoReturn:
     os._exit(status)
 
 
-def _explain(error: RuntimeError, is_full: bool) -> bool:
-    """Print one line about a full GPU or a failed collective; return False for an error of another kind.
+def _explain(error: RuntimeError, is_full: bool) -> str | None:
+    """Print one line about a full GPU or a failed collective, and return it; None for an error of another kind.
 
     If a rank does not answer, report the hang instead, and end this process.
     """
     said = _said(error)
     reason = _lack_of_memory(str(error)) if is_full else _reason(said)
     if reason is None:
-        return False
+        return None
     if Watch.active and not is_full and Watch.active.is_hang(said):
         Watch.active.end(error)
     rank, host = os.environ.get("RANK", "0"), socket.gethostname()
     print(f"error: rank {rank} on {host} {reason}", file=sys.stderr, flush=True)
-    return True
+    return reason
 
 
 def _print_refusal(error: UserError) -> None:
@@ -167,9 +173,9 @@ def _reason(said: str) -> str | None:
     lost = next((phrase for phrase in LOST_PEER if phrase in said), None)
     if NCCL_ERROR in said:
         text = said[said.index(NCCL_ERROR) :].split("Exception raised from")[0]  # the C++ stack follows
-        return f"{'lost another rank' if lost else 'cannot exchange data'}: {' '.join(text.split())[:500]}"
+        return f"{LOST if lost else 'cannot exchange data'}: {' '.join(text.split())[:500]}"
     if lost:
-        return f"lost another rank: {' '.join(said[said.index(lost) :].split(chr(10))[0].split('. ')[0].split())}"
+        return f"{LOST}: {' '.join(said[said.index(lost) :].split(chr(10))[0].split('. ')[0].split())}"
     return None
 
 

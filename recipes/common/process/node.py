@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from recipes.common.errors import UserError
 from recipes.common.options import read_number
-from recipes.common.process.entry import USAGE_STATUS
+from recipes.common.process.entry import LOST_RANK_STATUS, USAGE_STATUS
 from recipes.common.process.ranks import bind_address, connect_within
 from recipes.common.process.rendezvous_errors import (
     MissingNodeError,
@@ -128,13 +128,22 @@ class Failure(NamedTuple):
     pid: int
 
 
+def with_own_error(failures: dict[int, Failure], is_script: bool) -> dict[int, Failure]:
+    """Return the failed ranks without those that have only lost another one, unless there are no others."""
+    own = {rank: failure for rank, failure in failures.items() if is_script or failure.status != LOST_RANK_STATUS}
+    return own or {rank: failure._replace(status=1) for rank, failure in failures.items()}
+
+
 def status_of(failures: dict[int, Failure], is_script: bool = False, left: Sequence[int] = ()) -> int:
     """Return a node's exit status; print which of its failed ranks is to blame, unless the ranks have done so.
 
     A UserError takes precedence, then a port that was taken, then a hang: each of them has printed its own line,
     unless the ranks are a user's script. A rank killed by a signal comes before ranks that ended with an error,
-    which mostly have lost the killed rank. They may also have lost one of `left`, which ended with status 0.
+    which may have lost the killed rank. They may also have lost one of `left`, which ended with status 0.
     """
+    if not (is_script or left) and {failure.status for failure in failures.values()} == {LOST_RANK_STATUS}:
+        return 1  # the error is on another node, and these ranks have said so
+    failures = with_own_error(failures, is_script)
     for spoken in (USAGE_STATUS, PortTakenError.status, HANG_STATUS):
         if speakers := {rank: failure for rank, failure in failures.items() if failure.status == spoken}:
             if not is_script:
