@@ -308,7 +308,8 @@ def make_line(target: str) -> str:
 
 def check_used(target: str) -> None:
     """Raise UserError for a typed variable that the target ignores, such as a recipe's option or a misspelling."""
-    options = {one.name for one in fields(Options)} if target in WITH_OPTIONS and not value("SCRIPT") else set()
+    has_options = target in WITH_OPTIONS and not os.environ.get("SCRIPT")
+    options = {one.name for one in fields(Options)} if has_options else set()
     for name, text in typed_variables().items():
         if name in USED:
             continue
@@ -320,7 +321,7 @@ def check_used(target: str) -> None:
             raise UserError(f"{what}{hint}")
         if name in VARIABLES or (options and not PASSED_ON.match(name)):
             fix = f"; as an environment variable, it comes before make: {name}=... make"
-            raise UserError(f"{what} (it has {', '.join(sorted(USED))}){fix * (name not in VARIABLES)}")
+            raise UserError(f"{what} (it has {', '.join(sorted(USED)) or 'none'}){fix * (name not in VARIABLES)}")
 
 
 def drop_name_of_wsl() -> None:
@@ -336,7 +337,7 @@ def main(argv: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while something is installed: no traceback
     os.chdir(ROOT)
     drop_name_of_wsl()
-    if value("SCRIPT") and argv[0] not in ("run", "submit", "k8s", "same"):
+    if os.environ.get("SCRIPT") and argv[0] not in ("run", "submit", "k8s", "same"):
         raise UserError("SCRIPT is for make run, submit, k8s and same; unset it")
     command = TARGETS[argv[0]]()
     check_used(argv[0])

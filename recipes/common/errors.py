@@ -84,5 +84,7 @@ OTHER_NAMES = {
 def nearest_option(flag: str, known: Iterable[str]) -> str:
     """Return "; did you mean 'X'?" for the option that an unknown one may stand for, or an empty string."""
     name = flag.lstrip("-")
+    if not name:  # a lone --
+        return "; leave it out"
     other = OTHER_NAMES.get(name.replace("_", "-"), name)
     return nearest(flag.removesuffix(name) + other, known, cutoff=0.6)

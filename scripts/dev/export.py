@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder (runs/NAME), or a checkpoint")
     parser.add_argument("out", metavar="OUT", type=Path, help="the file to write")
     args = parser.parse_args(argv)
-    if args.out.suffix not in ENDINGS:
+    if args.out.suffix.lower() not in ENDINGS:
         what = "the file has torch's format, or safetensors"
         raise UserError(f"OUT {args.out}: {what}; let its name end with .pt or .safetensors")
     if args.out.exists():

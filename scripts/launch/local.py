@@ -142,8 +142,14 @@ def free_port(address: str = "") -> int:
 
 
 def threads_per_process(nodes: int, processes: int) -> str:
-    """Return OMP_NUM_THREADS of nodes on this machine: as it is set, else so that each core has one thread."""
-    return os.environ.get("OMP_NUM_THREADS", str(max(1, count_cores() // (nodes * processes))))
+    """Return OMP_NUM_THREADS of nodes on this machine: as it is set, else so that each core has one thread.
+
+    Raises UserError if it is set to something else than numbers.
+    """
+    text = os.environ.get("OMP_NUM_THREADS") or str(max(1, count_cores() // (nodes * processes)))
+    if not re.fullmatch(r"\s*[0-9]+\s*(,\s*[0-9]+\s*)*", text):
+        raise UserError(f"OMP_NUM_THREADS expects a number of threads, got {text!r}; unset it")
+    return text
 
 
 def node_environment(node: int, nodes: int, processes: int, gpus: list[str], port: int) -> dict[str, str]:

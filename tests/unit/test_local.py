@@ -98,6 +98,16 @@ def test_ctrl_c_names_the_run_that_can_be_resumed(monkeypatch, capsys, options, 
     assert capsys.readouterr().err == f"interrupted{whole}\n"
 
 
+def test_a_number_of_threads_that_is_none_is_refused(monkeypatch):
+    monkeypatch.setattr(local, "count_cores", lambda: 8)
+    for text, expected in (("2", "2"), ("4,2", "4,2"), ("", "4")):
+        monkeypatch.setenv("OMP_NUM_THREADS", text)
+        assert local.threads_per_process(1, 2) == expected
+    monkeypatch.setenv("OMP_NUM_THREADS", "all")
+    with refused("OMP_NUM_THREADS expects a number of threads, got 'all'; unset it"):
+        local.threads_per_process(1, 2)
+
+
 def test_an_output_that_cannot_be_written_is_one_line():
     """`make list >/dev/full`, and a report on a disk that is full."""
     with open("/dev/full", "w") as full:

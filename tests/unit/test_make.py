@@ -264,7 +264,8 @@ def check_typed(monkeypatch, target, flags):
         ("run", "RECIPE=ddp GPUS=8", "GPUS", " (it has ARGS, MAX_RESTARTS, MIN_NODES"),
         ("submit", "RECIPE=ddp WITH=docker", "WITH", " (it has ACCOUNT, "),
         ("run", "RECIPE=ddp BATCH_SIZE=8", "BATCH_SIZE", " (it has ARGS, MAX_RESTARTS"),
-        ("compare", "RECIPES=ddp WORLD_SIZE=2", "WORLD_SIZE", " (it has ARGS, NODES"),
+        ("compare", "RECIPES=ddp WORLD_SIZE=2", "WORLD_SIZE", " (it has ARGS, NODES, NPROC_PER_NODE, RECIPES)"),
+        ("list", "NODES=2", "NODES", " (it has none)"),
     ],
 )
 def test_a_typed_variable_that_a_target_ignores_is_refused(monkeypatch, target, flags, name, said):

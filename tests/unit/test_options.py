@@ -31,6 +31,7 @@ REFUSED = {
     "--sed=3": "unknown option --sed; did you mean '--seed'?",
     "--learning_rate 1": "unknown option --learning_rate; did you mean '--lr'?",
     "--bf16": "unknown option --bf16; did you mean '--amp'?",
+    "-- --epochs 3": "unknown option --; leave it out; --help lists all",
     "epochs": "unexpected argument 'epochs'; options begin with --",
     "--data digit": "--data: invalid choice 'digit'; did you mean 'digits'? (choose from digits,",
     "--model mine.net": "function for your own, got 'mine.net'; did you mean 'mine:net'?",
