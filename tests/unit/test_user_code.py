@@ -322,6 +322,16 @@ class Centres(nn.Linear):
 SHARDED = nn.Linear(2, 3)
 SHARDED.weight.device_mesh = "a mesh"
 one_for_all = lambda data: SHARDED
+class Drops(nn.Linear):
+    def __init__(self, data):
+        super().__init__(2, 3)
+    def forward(self, inputs):
+        return super().forward(inputs) * (torch.arange(len(inputs)) < 1)[:, None]
+
+class Draws(Drops):
+    def forward(self, inputs):
+        return nn.Linear.forward(self, inputs) + torch.rand(len(inputs), 3)
+
 in_place = lambda data: InPlace(Doubles(), nn.Linear(2, 3))
 centres_in_place = lambda data: InPlace(Doubles(), Centres(2, 3))
 
@@ -793,6 +803,12 @@ DOES_NOT_FIT = [
 def test_what_does_not_fit_is_one_line_with_the_fix(tmp_path, argv, message):
     with refused(message.format(folder=tmp_path)):
         load(*argv)
+
+
+@pytest.mark.parametrize(("name", "mixes"), [("net", False), ("Drops", True), ("Draws", False)])
+def test_samples_that_equal_ones_before_them_change_are_seen(name, mixes):
+    """Such as those that come after an expert has as many as it takes; random numbers are warned of otherwise."""
+    assert load("--data", "mine:classes", "--model", f"mine:{name}")[1].mixes_samples is mixes
 
 
 def test_a_model_that_changes_its_inputs_in_place_is_checked_on_the_same_inputs():

@@ -203,30 +203,31 @@ def check_task(task: Task, output: Tensor, targets: Tensor) -> None:
             raise
 
 
-def run_seeded(model: Callable[[Tensor], Any], inputs: Tensor) -> Any:
-    """Return the model's output; what it draws at random is the same in each call."""
+def run_seeded(model: Callable[[Tensor], Any], inputs: Tensor, seed: int = 0) -> Any:
+    """Return the model's output; what it draws at random is the same in each call with the same seed."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         return model(inputs.clone())  # it may change them in place
 
 
 @torch.no_grad()
 def mixes_samples(model: Callable[[Tensor], Any], inputs: Tensor, output: Tensor) -> bool:
-    """Return whether the output for the first sample depends on the others; `output` is run_seeded()'s, in eval().
+    """Return whether the output for a sample depends on the others; `output` is run_seeded()'s, in eval().
 
-    An nn.LSTM without batch_first=True, for example, takes the batch for time; rank_dependence.py warns. False if
-    this cannot be seen, because forward() returns something else when it is repeated, or fails here.
+    An nn.LSTM without batch_first=True, for example, takes the batch for time, and experts with a capacity leave
+    out the second of two equal samples; rank_dependence.py warns. False if this cannot be seen, because forward()
+    draws random numbers, returns something else when it is repeated, or fails here.
 
     Raises UserError if the model does.
     """
     try:
-        again = run_seeded(model, inputs)
-        other = run_seeded(model, inputs[:1].expand_as(inputs).contiguous())
+        again = run_seeded(model, inputs, seed=1)
+        equal = run_seeded(model, inputs[:1].expand_as(inputs).contiguous())
         has_values = output.is_floating_point() or output.is_complex()
-        if not has_values or not output.shape == again.shape == other.shape:
+        if not has_values or not output.shape == again.shape == equal.shape:
             return False
-        rows = (output, again - output, other - output)
-        largest, noise, change = (row[:1].abs().nan_to_num().max().item() for row in rows)
+        rows = (output[:1], again - output, equal - output[:1])
+        largest, noise, change = (row.abs().nan_to_num().max().item() for row in rows)
     except UserError:
         raise
     except Exception:  # a probe is no reason to refuse a model: a step or an evaluation raises what matters
