@@ -159,6 +159,12 @@ def checksums(states: dict[str, Any] | None = None) -> dict[str, int]:
     return {name: zlib.crc32(pickle.dumps(state)) for name, state in (states or random_states()).items()}
 
 
+def step_checksums() -> dict[str, int]:
+    """Return the checksums of the global generators, also of those on GPUs, which are initialised by then."""
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return checksums({**random_states(), "cuda": [state.numpy() for state in on_gpus]})
+
+
 def makes_state() -> bool:
     """Return whether the optimizer's step under way only makes its state, for one to be loaded into it."""
     names = ("_init_optim_state", "broadcast_optimizer_state")  # torch.distributed.checkpoint's, Horovod's
@@ -240,7 +246,7 @@ class Observer:
             "missing": [i for i, gradient in enumerate(gradients) if gradient is None],
             "shapes": zlib.crc32(json.dumps(shapes).encode()),
             "low_precision": self.low_precision(parameters),
-            "moved": [name for name, state in checksums().items() if drawn and state != drawn[name]],
+            "moved": [name for name, state in step_checksums().items() if drawn and state != drawn[name]],
         }
 
     def low_precision(self, parameters: Sequence[Tensor]) -> str:
@@ -347,8 +353,8 @@ class Observer:
         if self.model is None:
             self.model, self.trained = id(module), self.iteration
             if self.draws_otherwise:
-                _ = torch.rand(()), random.random(), np.random.rand()
-            self.record["random"] = self.record["random"] or checksums()
+                _ = torch.rand(()), torch.rand((), device=batch.device), random.random(), np.random.rand()
+            self.record["random"] = self.record["random"] or step_checksums()
             for device in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(device):
                     self.autocast = torch.get_autocast_dtype(device)
@@ -439,7 +445,7 @@ class Observer:
         sampler, self.batch_size = iterator._index_sampler, 0
         if isinstance(sampler, Batches):  # workers may have drawn it before those of another loader
             self.iteration, self.batch_size = sampler.iteration, sampler.sizes.popleft()
-        self.record["random"] = checksums()
+        self.record["random"] = step_checksums()
         return batch
 
     def fork_workers(self, original: Function, iterator: Any, loader: DataLoader[Any]) -> None:

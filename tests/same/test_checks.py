@@ -39,6 +39,21 @@ def test_only_the_first_samples_are_checked_for_random_numbers(tmp_path, monkeyp
     assert len(calls) == 2 * observe.RANDOM_SAMPLES
 
 
+def test_random_numbers_that_a_step_draws_on_a_gpu_are_noticed(tmp_path, monkeypatch):
+    observer, model = observe.Observer(tmp_path, 0), torch.nn.Linear(2, 1)
+    observer.stepping = [torch.optim.SGD(model.parameters())]
+    on_gpu = torch.Generator()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [on_gpu.get_state()])
+    for draws, moved in ((False, []), (True, ["cuda"])):
+        observer.start_step()
+        observer.see_batch(model, ((torch.ones(1, 2),), {}))
+        if draws:
+            torch.rand(1, generator=on_gpu)
+        observer.capture()
+        assert observer.record["moved"] == moved
+
+
 class Tagger(torch.nn.Module):
     """A model of padded tokens, called as those of transformers are."""
 
