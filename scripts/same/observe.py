@@ -30,6 +30,7 @@ import traceback
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -337,7 +338,7 @@ class Observer:
         ):
             # A sample's padding depends on the others of its batch: it moves to the end, as zeros.
             samples = [(batch * mask).gather(-1, (mask == 0).sort(dim=-1, stable=True).indices)]
-        rows = [row for tensor in samples for row in fingerprints(tensor)]
+        rows = chain.from_iterable(map(fingerprints, samples))  # computed only if they are noted
         # A wrapper's own training flag may be out of date.
         if not torch.is_grad_enabled() or not any(part.training for part in module.modules()):
             if self.model is not None and self.iteration == self.trained:
