@@ -384,6 +384,11 @@ def check_elastic(args: Namespace) -> tuple[int, int] | None:
     return args.min_nodes, 3 if args.max_restarts is None else args.max_restarts
 
 
+def networks(text: str) -> list[list[str]]:
+    """Read pairs of a network namespace and an address: n0=10.79.0.1,n1=10.79.0.2."""
+    return [pair.split("=") for pair in text.split(",")]
+
+
 def parse_args(
     argv: list[str], prog: str = "python -m scripts.launch.local", doc: str | None = __doc__, hides: bool = False
 ) -> Namespace:
@@ -402,8 +407,8 @@ def parse_args(
     parser.add_argument("--min-nodes", type=count, help=own("elastic: least nodes to continue with"))
     restarts = whole_number(0, 1000)
     parser.add_argument("--max-restarts", type=restarts, help=own("elastic: restarts after failures (3)"))
-    # NAMESPACE=ADDRESS,...: a network for each node, from scripts/lab/network.py
-    parser.add_argument("--networks", default="", help=SUPPRESS)
+    # NAMESPACE=ADDRESS,...: a network for each node, then the store's, from scripts/lab/network.py
+    parser.add_argument("--networks", type=networks, default=[], help=SUPPRESS)
     # What to type after Ctrl-C, if that is not --resume auto: from a command that starts several jobs
     parser.add_argument("--how-to-resume", help=SUPPRESS)
     parser.add_argument("--name", default="", help="the run's name, with SCRIPT")
@@ -471,8 +476,9 @@ def main(argv: list[str]) -> int:
         end_with_parent(number=signal.SIGINT)  # if make is killed, nobody waits for this job
 
     for _ in range(PORT_TRIES):
-        status = run_job(args, shares, processes, elastic)
-        if status != PortTakenError.status:
+        job = make_job(args, elastic)
+        status = run_job(job, args, shares, processes)
+        if status != PortTakenError.status or job.stop_signals:
             break
         if script.is_set():
             os.environ["RESUME"] = "auto"  # a script may have asked for another start, and have a checkpoint
@@ -482,31 +488,35 @@ def main(argv: list[str]) -> int:
     return status
 
 
-def run_job(args: Namespace, shares: list[list[str]], processes: int, elastic: tuple[int, int] | None) -> int:
-    """Start a node for each share of the GPUs, wait until they have ended, and return the job's exit status."""
-    nodes, port = len(shares), free_port()
-    networks = [tuple(pair.split("=")) for pair in args.networks.split(",") if pair]
+def make_job(args: Namespace, elastic: tuple[int, int] | None) -> LocalJob:
+    """Return the job, whose nodes have not started; name the run of an elastic recipe, which a restart resumes."""
     job, is_named = LocalJob(), bool(read_option("--name", "", args.options))
     if elastic:
-        if not script.is_set() and not is_named:  # a restart resumes this run
+        if not script.is_set() and not is_named:
             args.options = ["--name", name_run(args.recipe), *args.options]
         words = f"--name {read_option('--name', '', args.options)} --resume auto"
         if script.is_set():
             words = f"NAME={Path(os.environ['RUN_DIR']).name} RESUME=auto"
-        address = networks[-1][1] if networks else "127.0.0.1"
+        address = args.networks[-1][1] if args.networks else "127.0.0.1"
         job = ElasticJob(*elastic, address, f"to resume: the same command with {words}")
     job.how_to_resume = how_to_resume(args, is_named)
     if not script.is_set():  # a recipe ends its step first, and ends by itself if a rank waits for --timeout-s
         with contextlib.suppress(ValueError):  # the recipe refuses it
             job.stop_grace_s += 2 * float(read_option("--timeout-s", "300", args.options))
+    return job
+
+
+def run_job(job: LocalJob, args: Namespace, shares: list[list[str]], processes: int) -> int:
+    """Start a node for each share of the GPUs, wait until they have ended, and return the job's exit status."""
+    nodes, port = len(shares), free_port()
     job.handle_signals()
     with temporary_folder() as scratch:  # killed nodes leave files there
         for node in range(nodes):
             environment = node_environment(node, nodes, processes, shares[node], port) | {"TMPDIR": scratch}
             prefix = []
-            if networks:
-                environment |= {"MASTER_ADDR": networks[0][1], "GLOO_SOCKET_IFNAME": "eth0"}
-                prefix = ["nsenter", f"--net=/run/netns/{networks[node][0]}", "--"]
+            if args.networks:
+                environment |= {"MASTER_ADDR": args.networks[0][1], "GLOO_SOCKET_IFNAME": "eth0"}
+                prefix = ["nsenter", f"--net=/run/netns/{args.networks[node][0]}", "--"]
             job.start([*prefix, "scripts/launch.sh", args.recipe, *args.options], environment)
         return job.wait()
 

@@ -494,6 +494,13 @@ sys.exit(local.main(["probe", "--nodes", "1", "--nproc-per-node", "1"]))
         assert local.main(["ddp", "--nodes", "1", "--nproc-per-node", "1"]) == expected
         assert len(statuses) - len(left) == jobs
 
+    def test_which_is_not_tried_after_a_stop_signal(self, monkeypatch):
+        """A script that has written its checkpoint may ask for another start: not of a user who stopped it."""
+        jobs = []
+        monkeypatch.setattr(local, "run_job", lambda job, *_: jobs.append(job) or job.stop_signals.add(15) or 75)
+        assert local.main(["ddp", "--nodes", "1", "--nproc-per-node", "1"]) == 75
+        assert len(jobs) == 1
+
     @pytest.mark.parametrize("statuses", [(75, -9), (75, 2), (2, 75)])
     def test_a_node_that_tells_of_it_counts_before_all_others(self, capsys, statuses):
         job = local.LocalJob()

@@ -65,13 +65,9 @@ def test_lines_that_look_like_refusals_are_printed_when_a_job_is_stopped(monkeyp
 )
 def test_a_recipe_may_end_its_step_after_a_stop_signal(monkeypatch, options, is_script, expected):
     """A step of many passes takes longer than a minute; if a rank hangs, the recipe ends by itself."""
-    graces = []
     monkeypatch.setattr(local.script, "is_set", lambda: is_script)
-    monkeypatch.setattr(local.LocalJob, "handle_signals", lambda job: None)
-    monkeypatch.setattr(local.LocalJob, "start", lambda *_: None)
-    monkeypatch.setattr(local.LocalJob, "wait", lambda job: graces.append(job.stop_grace_s))
-    local.run_job(Namespace(recipe="ddp", networks="", how_to_resume=None, options=options), [[]], 1, None)
-    assert graces == [expected]
+    args = Namespace(recipe="ddp", networks=[], how_to_resume=None, options=options)
+    assert local.make_job(args, None).stop_grace_s == expected
 
 
 @pytest.mark.parametrize(
@@ -92,8 +88,8 @@ def test_ctrl_c_names_the_run_that_can_be_resumed(monkeypatch, capsys, options, 
     monkeypatch.setattr(local.LocalJob, "start", lambda *_: None)
     for kind in (local.LocalJob, local.ElasticJob):
         monkeypatch.setattr(kind, "wait", lambda job: job.interrupt(signal.SIGINT, None) or job.report([]))
-    args = Namespace(recipe="ddp", networks="", how_to_resume=own, options=options)
-    assert local.run_job(args, [[]], 1, elastic) == 130
+    args = Namespace(recipe="ddp", networks=[], how_to_resume=own, options=options)
+    assert local.run_job(local.make_job(args, elastic), args, [[]], 1) == 130
     whole = f"; checkpoints so far are whole: {expected}" if expected else ""
     assert capsys.readouterr().err == f"interrupted{whole}\n"
 
