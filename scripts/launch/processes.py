@@ -113,11 +113,14 @@ def run_with_signals(
     group get it.
     """
     received: list[int] = []
+    unsent: list[int] = []  # received before the process existed
     process: subprocess.Popen[bytes] | None = None
 
     def send(number: int) -> None:
+        if process is None:
+            unsent.append(number)
         # Not send_signal(): it would reap a process that has ended, for which the loop below waits.
-        if process and process.returncode is None:
+        elif process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
 
@@ -130,7 +133,7 @@ def run_with_signals(
     for number in STOP_SIGNALS:
         signal.signal(number, pass_on)
     process = subprocess.Popen(command, env=env, process_group=process_group)
-    for early in received:  # received before the process existed
+    for early in unsent:
         send(early)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a launcher may have blocked them
     while True:

@@ -404,6 +404,30 @@ def test_the_port_of_node_0_is_tried_and_found_taken(monkeypatch):
     check_head(Node(1, 0, 1, "127.0.0.1", port, 1))
 
 
+SIGNALLED = """
+import os, signal, sys
+from scripts.launch import processes
+
+def trace(frame, event, argument):
+    if frame.f_code.co_name == "run_with_signals" and frame.f_locals.get("process"):
+        sys.settrace(None)
+        frame.f_trace = None
+        signal.raise_signal(signal.SIGUSR1)
+    return trace
+
+sent = []
+processes.os.kill = lambda pid, number: sent.append(number)
+sys.settrace(trace)
+assert processes.run_with_signals(["true"], os.environ) == (0, [signal.SIGUSR1])
+assert sent == [signal.SIGUSR1], sent
+"""
+
+
+def test_a_signal_that_comes_as_the_process_has_just_started_is_sent_once():
+    """A second one would interrupt a script that is saving in its handler."""
+    run_command(sys.executable, "-c", SIGNALLED, check=True)
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1", "no-such-host.invalid"])
 def test_another_node_waits_no_longer_than_the_bound(address):
     node = Node(2, 1, 1, address, local.free_port(), 1)
