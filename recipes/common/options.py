@@ -58,6 +58,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, doc: str | None) -> None:
         first = (doc or "").split("\n")[0]
         super().__init__(prog=prog, description=first, allow_abbrev=False, formatter_class=HelpFormatter)
+        self.register("type", Path, local_path)
 
     def error(self, message: str) -> NoReturn:
         """Raise the message that argparse would print after its usage text."""
@@ -116,14 +117,19 @@ def read_number(name: str, default: int, at_least: int = 0, at_most: int | None 
         raise UserError(f"{name} {error}") from None
 
 
+LARGEST = 1e30
+"""The largest number of an option: float32, which torch computes in, ends at 3.4e38."""
+
+
 def _number(accept: Callable[[float], bool], wanted: str) -> Callable[[str], float]:
     def parse_value(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not math.isfinite(value) or not accept(value):
-            raise argparse.ArgumentTypeError(f"expects {wanted}, got {text!r}")
+        if not abs(value) <= LARGEST or not accept(value):
+            bound = f", and at most {LARGEST:g}" if value > LARGEST else ""
+            raise argparse.ArgumentTypeError(f"expects {wanted}{bound}, got {text!r}")
         return value
 
     return parse_value
@@ -165,8 +171,15 @@ def url_of(place: Path) -> str | None:
 
 def path_or_url(text: str) -> Path:
     """Return a path, or a URL as url_of() reads it; refuse one without a host, which a Path would invent."""
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:///", text):
+    if not text or "\0" in text or re.match(r"[A-Za-z][A-Za-z0-9+.-]+://(/|$)", text):
         raise argparse.ArgumentTypeError(f"expects a path, or a URL with a host, got {text!r}")
+    return Path(text)
+
+
+def local_path(text: str) -> Path:
+    """Return a path; refuse "", which would be the current folder, and a URL, which would make a folder of it."""
+    if not text or "\0" in text or re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text):
+        raise argparse.ArgumentTypeError(f"expects a path on a disk of this machine, got {text!r}")
     return Path(text)
 
 
@@ -304,9 +317,12 @@ class DataOptions(RunOptions):
     )
     download: bool = switch("fetch fashion-mnist or cifar10 into --data-dir when missing")
     image_size: int = option(
-        224, positive_int, "height and width of the images of imagefolder, shards and synthetic", "PIXELS"
+        224,
+        whole_number(1, 2**14),
+        "height and width of the images of imagefolder, shards and synthetic",
+        "PIXELS",
     )
-    num_samples: int = option(2048, positive_int, "training images of synthetic data", "N")
+    num_samples: int = option(2048, whole_number(1, 2**31), "training images of synthetic data", "N")
     workers: int = option(
         2,
         non_negative_int,
@@ -327,7 +343,7 @@ class DataOptions(RunOptions):
     seq_len: int = option(128, positive_int, "tokens of a sample; of text: bytes", "N")
     vocab_size: int = option(
         50_304,
-        positive_int,
+        whole_number(1, 2**31),
         "tokens: size of the tokenizer's vocabulary; the default is GPT-2's, rounded up to a multiple of 128",
         "N",
     )

@@ -251,6 +251,16 @@ def test_a_gpu_without_memory_is_one_line_once_the_checkpoint_is_written(watch, 
     assert line == f"error: rank 0 on {socket.gethostname()} {what} 9.88 MiB is free); {fix}"
 
 
+def test_a_lack_of_main_memory_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as caught:
+        run_main(lambda: torch.empty(2**57, dtype=torch.uint8))
+    assert caught.value.code == 1
+    [line] = capsys.readouterr().err.splitlines()
+    what = f"has no main memory left (you tried to allocate {2**57} bytes); use smaller data, a smaller model"
+    assert line == f"error: rank 0 on {socket.gethostname()} {what} or --global-batch-size"
+
+
 def test_an_error_after_a_lack_of_memory_keeps_its_traceback():
     def fail():
         try:

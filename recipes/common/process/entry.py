@@ -62,6 +62,9 @@ SAME_ERROR_S = 1.0
 NCCL_ERROR = "NCCL error"
 """Start of all of NCCL's messages, also those about a full disk or a broken GPU; the last line is the reason."""
 
+MAIN_MEMORY = "DefaultCPUAllocator: can't allocate memory: "
+"""Start of what torch says if it gets no main memory."""
+
 
 def run_main(main: Callable[[], object]) -> int:
     """Run main() and return the exit status; turn a UserError into one line on standard error and its status.
@@ -71,7 +74,7 @@ def run_main(main: Callable[[], object]) -> int:
     other node prints it, too, unless its launcher ends it first. Of ranks that have the same error without sharing
     it, one prints it.
 
-    A lost connection to another rank and a GPU without memory are also reported in one line, with status 1: the
+    A lost connection to another rank and a lack of memory are also reported in one line, with status 1: the
     lost rank reports its own error, and all ranks mostly run out of memory in the same step. If a rank does not
     answer within --timeout-s, the report names it and where the others wait for it: see watch.py.
     """
@@ -85,7 +88,8 @@ def run_main(main: Callable[[], object]) -> int:
     except RuntimeError as error:
         if text := unrepeatable(_said(error)):
             return _refuse(UserError(text, on_one_rank=True))
-        is_full = type(error).__name__ == "OutOfMemoryError"  # torch's; this file does not import torch
+        # The first is torch's class for GPUs; this file does not import torch.
+        is_full = type(error).__name__ == "OutOfMemoryError" or MAIN_MEMORY in str(error)
         if not (reason := _explain(error, is_full)):
             raise
         status = int(os.environ.get("LOST_RANK_STATUS", "1")) if reason.startswith(LOST) else 1
@@ -124,7 +128,7 @@ def _end_now(status: int, grace_s: float) -> NoReturn:
 
 
 def _explain(error: RuntimeError, is_full: bool) -> str | None:
-    """Print one line about a full GPU or a failed collective, and return it; None for an error of another kind.
+    """Print one line about a lack of memory or a failed collective, and return it; None for another error.
 
     If a rank does not answer, report the hang instead, and end this process.
     """
@@ -162,7 +166,10 @@ def wait_for_rank_0(status: int, shares: int = 1) -> None:
 
 
 def _lack_of_memory(said: str) -> str:
-    """Return torch's message about a full GPU as one line: how much was asked for, what is free, and the fix."""
+    """Return torch's message about a lack of memory as one line: how much was asked for, and the fix."""
+    if MAIN_MEMORY in said:
+        fact = said.partition(MAIN_MEMORY)[2].split(". ")[0]
+        return f"has no main memory left ({fact}); use smaller data, a smaller model or --global-batch-size"
     facts = said.split("\n")[0].removeprefix("CUDA out of memory. ").split(". ")
     fix = "use a smaller --global-batch-size, more --accumulate-steps or processes, or --amp bf16"
     return f"has no GPU memory left ({'. '.join(facts[:2])}); {fix}"
