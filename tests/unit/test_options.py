@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -205,7 +206,8 @@ def test_a_name_that_tensorboard_cannot_write_is_refused(tmp_path):
     single.options(["--runs-dir", str(tmp_path / "rüns")])
 
 
-def test_collections_leave_out_what_torch_has_loaded():
+def test_collections_leave_out_what_torch_has_loaded(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
     counts, kept = [], []
 
     def main():
@@ -215,6 +217,15 @@ def test_collections_leave_out_what_torch_has_loaded():
     assert run_main(main) == 0
     assert counts[0] > 100_000
     assert gc.get_freeze_count() >= counts[0] + 1000
+
+
+@pytest.mark.parametrize(("version", "freezes"), [(None, 2), ("3.8.0", 2), ("3.9.0", 1), ("3.10.1+git", 1)])
+def test_objects_of_a_triton_that_lists_leaks_are_collected_at_the_end(monkeypatch, version, freezes):
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version) if version else None)
+    calls = []
+    monkeypatch.setattr(gc, "freeze", lambda: calls.append(1))
+    assert run_main(lambda: None) == 0
+    assert len(calls) == freezes
 
 
 CONFIGS = sorted((ROOT / "recipes" / "configs").glob("*.yaml"))

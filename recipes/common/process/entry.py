@@ -100,7 +100,9 @@ def run_main(main: Callable[[], object]) -> int:
             signal.signal(number, signal.SIG_IGN)
         if Watch.active:
             Watch.active.close()
-        gc.freeze()  # later imports, too: the interpreter collects garbage once more at exit
+        triton = getattr(sys.modules.get("triton"), "__version__", "0.0")
+        if [int(number) for number in triton.split(".")[:2]] < [3, 9]:  # later ones list what is not collected
+            gc.freeze()  # later imports, too: the interpreter collects garbage once more at exit
     return 0
 
 
