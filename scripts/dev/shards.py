@@ -12,7 +12,7 @@ from pathlib import Path
 
 from recipes.common.data.shards import pack
 from recipes.common.errors import UserError
-from recipes.common.options import positive_int, url_of
+from recipes.common.options import path_or_url, positive_int, url_of
 from scripts.launch.command import CommandParser, command, parse
 
 
@@ -21,7 +21,7 @@ def main(argv: list[str]) -> None:
     """Pack the images, and print a line for each shard."""
     parser = CommandParser("python -m scripts.dev.shards", __doc__)
     parser.add_argument("source", metavar="DATA_DIR", type=Path)
-    parser.add_argument("folder", metavar="OUT", type=Path)
+    parser.add_argument("folder", metavar="OUT", type=path_or_url)  # a URL is refused below
     parser.add_argument("--shard-mb", type=positive_int, default=1000, help="size of a shard in MB")
     args = parse(parser, argv)
     if url := url_of(args.folder):
