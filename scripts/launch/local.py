@@ -386,7 +386,7 @@ def check_elastic(args: Namespace) -> tuple[int, int] | None:
 
 def networks(text: str) -> list[list[str]]:
     """Read pairs of a network namespace and an address: n0=10.79.0.1,n1=10.79.0.2."""
-    return [pair.split("=") for pair in text.split(",")]
+    return [pair.split("=") for pair in text.split(",") if pair]
 
 
 def parse_args(

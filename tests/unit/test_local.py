@@ -45,6 +45,15 @@ def test_lines_that_look_like_refusals_are_printed_while_the_job_goes_on(monkeyp
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [("", []), ("n0=10.79.0.1,n1=10.79.0.2", [["n0", "10.79.0.1"], ["n1", "10.79.0.2"]])],
+)
+def test_the_networks_of_nodes_may_be_none(text, expected):
+    """A benchmark without networks of its own gives an empty list."""
+    assert local.parse_args(["ddp", "--networks", text]).networks == expected
+
+
+@pytest.mark.parametrize(
     ("stop", "status", "last"),
     [
         ("interrupt", 130, "interrupted"),
