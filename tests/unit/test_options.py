@@ -219,7 +219,9 @@ def test_collections_leave_out_what_torch_has_loaded(monkeypatch):
     assert gc.get_freeze_count() >= counts[0] + 1000
 
 
-@pytest.mark.parametrize(("version", "freezes"), [(None, 2), ("3.8.0", 2), ("3.9.0", 1), ("3.10.1+git", 1)])
+@pytest.mark.parametrize(
+    ("version", "freezes"), [(None, 2), ("3.8.0", 2), ("3.9.0", 1), ("3.10.1+git", 1), ("main", 1)]
+)
 def test_objects_of_a_triton_that_lists_leaks_are_collected_at_the_end(monkeypatch, version, freezes):
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version) if version else None)
     calls = []

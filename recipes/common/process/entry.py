@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import socket
 import sys
@@ -100,8 +101,8 @@ def run_main(main: Callable[[], object]) -> int:
             signal.signal(number, signal.SIG_IGN)
         if Watch.active:
             Watch.active.close()
-        triton = getattr(sys.modules.get("triton"), "__version__", "0.0")
-        if [int(number) for number in triton.split(".")[:2]] < [3, 9]:  # later ones list what is not collected
+        triton = getattr(sys.modules.get("triton"), "__version__", "0.")
+        if re.match(r"[0-2]\.|3\.[0-8]\b", triton):  # later ones list what is not collected
             gc.freeze()  # later imports, too: the interpreter collects garbage once more at exit
     return 0
 
