@@ -163,22 +163,26 @@ def is_user_code(text: str) -> bool:
     return re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", text) is not None
 
 
+SCHEME = r"[A-Za-z][A-Za-z0-9+.-]+"
+"""What a URL begins with, before its colon; two letters at least."""
+
+
 def url_of(place: Path) -> str | None:
     """Return the URL that was given as a path (a Path turns its two slashes into one); None for a local path."""
-    match = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/(?=[^/])", str(place))
+    match = re.match(rf"({SCHEME}):/(?=[^/])", str(place))
     return f"{match[1].lower()}://{str(place)[match.end() :]}" if match else None
 
 
 def path_or_url(text: str) -> Path:
     """Return a path, or a URL as url_of() reads it; refuse one without a host, which a Path would invent."""
-    if not text or "\0" in text or re.match(r"[A-Za-z][A-Za-z0-9+.-]+://(/|$)", text):
+    if not text or "\0" in text or re.match(rf"{SCHEME}://(/|$)", text):
         raise argparse.ArgumentTypeError(f"expects a path, or a URL with a host, got {text!r}")
     return Path(text)
 
 
 def local_path(text: str) -> Path:
     """Return a path; refuse "", which would be the current folder, and a URL, which would make a folder of it."""
-    if not text or "\0" in text or re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", text):
+    if not text or "\0" in text or re.match(f"{SCHEME}://", text):
         raise argparse.ArgumentTypeError(f"expects a path on a disk of this machine, got {text!r}")
     return Path(text)
 
