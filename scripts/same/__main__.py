@@ -89,7 +89,7 @@ def check_variables(args: Namespace) -> None:
 
 def check_sizes(args: Namespace) -> None:
     """Raise UserError if world sizes, batches and placeholders are invalid or do not combine; set args.sizes."""
-    sizes = args.world_sizes.split()
+    sizes = args.world_sizes.replace(",", " ").split()
     if not all(size.isdecimal() and 1 <= int(size) <= 64 for size in sizes):
         raise UserError(f"WORLD_SIZES expects numbers from 1 to 64, such as '1 2 3', got {args.world_sizes!r}")
     args.sizes = sorted({1, *map(int, sizes)})

@@ -233,6 +233,11 @@ def test_the_script_and_its_folder_may_be_in_the_home_folder(monkeypatch, tmp_pa
         parse_args(["~/train.py"])
 
 
+def test_commas_between_world_sizes_are_accepted():
+    for text in ("1,2,4", "1, 2, 4", "2 4"):
+        assert parse_args(["tests/same/right.py", "--world-sizes", text]).sizes == [1, 2, 4]
+
+
 def test_options_in_place_of_a_script_are_refused(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "options.yaml").write_text("lr: 0.1\n")
