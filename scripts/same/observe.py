@@ -99,36 +99,37 @@ def fingerprints(batch: Tensor) -> list[str]:
     return [f"{value:.9e}" for value in (rows * torch.cos(places + 1)).sum(dim=1).tolist()]
 
 
-def find_batch(values: Iterable[Any], count: int, depth: int = 0) -> list[Tensor]:
-    """Return the first tensor with a batch dimension in nested values, or those of a list of `count` samples.
+def find_batch(values: Iterable[Any], counts: Sequence[int], depth: int = 0) -> list[Tensor]:
+    """Return the first tensor with a batch dimension in nested values, or those of a list of samples.
 
-    `depth` is how deep to look into objects, such as a batch of graphs.
+    `counts` are the numbers of samples that such a list may have; `depth` is how deep to look into objects, such
+    as a batch of graphs.
     """
-    return next(filter(None, (batch_in(value, count, depth) for value in values)), [])
+    return next(filter(None, (batch_in(value, counts, depth) for value in values)), [])
 
 
-def batch_in(value: Any, count: int, depth: int) -> list[Tensor]:
+def batch_in(value: Any, counts: Sequence[int], depth: int) -> list[Tensor]:
     """Return what find_batch() returns, for one value."""
     if isinstance(value, Tensor):
         return [value] if value.dim() else []
     if isinstance(value, Mapping):
-        return find_batch(value.values(), count, depth)
+        return find_batch(value.values(), counts, depth)
     if isinstance(value, list | tuple):
-        return samples_in(value, count) or find_batch(value, count, depth)
+        return samples_in(value, counts) or find_batch(value, counts, depth)
     if depth and not isinstance(value, nn.Module):
-        return find_batch(getattr(value, "__dict__", {}).values(), count, depth - 1)
+        return find_batch(getattr(value, "__dict__", {}).values(), counts, depth - 1)
     return []
 
 
-def samples_in(items: Sequence[Any], count: int) -> list[Tensor]:
-    """Return the first tensor of each item of a list of `count` samples, as (1, ...); [] for another list."""
-    is_list = type(items) in (list, tuple) and len(items) == count  # no PackedSequence
+def samples_in(items: Sequence[Any], counts: Sequence[int]) -> list[Tensor]:
+    """Return the first tensor of each item of a list of samples, as (1, ...); [] for another list."""
+    is_list = type(items) in (list, tuple) and len(items) in counts  # no PackedSequence
     if not is_list or not all(isinstance(item, Tensor | Mapping) for item in items):
         return []
-    tensors = [tensor for item in items for tensor in batch_in(item, 0, 0)]
+    tensors = [tensor for item in items for tensor in batch_in(item, (), 0)]
     # Each of several inputs has as many rows as the batch has samples; so has each of three images with 3 colors.
-    are_inputs = all(len(tensor) == count and (tensor.dim(), count) != (3, 3) for tensor in tensors)
-    return [] if are_inputs or len(tensors) != count else [tensor[None] for tensor in tensors]
+    are_inputs = all(len(tensor) in counts and (tensor.dim(), len(tensor)) != (3, 3) for tensor in tensors)
+    return [] if are_inputs or len(tensors) != len(items) else [tensor[None] for tensor in tensors]
 
 
 def has_no_values(tensor: Tensor) -> bool:
@@ -187,7 +188,8 @@ class Observer:
         self.optimizers: list[Optimizer] = []
         self.steps = self.call_depth = 0
         self.iterations, self.iteration, self.trained = 0, -1, -1
-        self.batch_size = 0  # of the batch that was drawn last, 0 if unknown
+        # Of the last two batches, 0 if unknown: a script may draw one while it trains on the one before.
+        self.batch_sizes = deque[int](maxlen=2)
         self.unchecked = RANDOM_SAMPLES
         self.uses_batch_norm = self.uses_dropout = False
         self.autocast: torch.dtype | None = None
@@ -327,7 +329,7 @@ class Observer:
     def see_batch(self, module: nn.Module, arguments: Any) -> None:
         """Note a batch's samples for training or evaluation, only for the first module that each of them calls."""
         values = [*arguments[0], *arguments[1].values()]
-        samples = find_batch(values, self.batch_size) or find_batch(values, self.batch_size, MAX_DEPTH)
+        samples = find_batch(values, self.batch_sizes) or find_batch(values, self.batch_sizes, MAX_DEPTH)
         if not samples or any(tensor.requires_grad or has_no_values(tensor) for tensor in samples):
             return
         batch, mask = samples[0], arguments[1].get("attention_mask")
@@ -443,9 +445,10 @@ class Observer:
         """Return a loader's next batch; note its iteration, and the state of the random generators after it."""
         self.before_batch = {key: len(rows) for key, rows in self.evaluated.items()}, self.collectives
         batch = original(iterator)
-        sampler, self.batch_size = iterator._index_sampler, 0
+        sampler, size = iterator._index_sampler, 0
         if isinstance(sampler, Batches):  # workers may have drawn it before those of another loader
-            self.iteration, self.batch_size = sampler.iteration, sampler.sizes.popleft()
+            self.iteration, size = sampler.iteration, sampler.sizes.popleft()
+        self.batch_sizes.append(size)
         self.record["random"] = step_checksums()
         return batch
 

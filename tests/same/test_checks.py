@@ -646,28 +646,34 @@ def test_a_teacher_s_passes_are_no_evaluation(tmp_path, monkeypatch, is_before):
 
 
 IMAGES = [torch.rand(3, 4, 5), torch.rand(3, 6, 4), torch.rand(3, 4, 4)]
+IMAGES_OF_3 = [torch.rand(3, 4, 4)] * 3
 TWO_INPUTS = [torch.rand(2, 7), torch.rand(2, 7, 3)]
+INPUTS_OF_5 = [torch.rand(5, 7), torch.rand(5, 7, 3)]
 
 
 @pytest.mark.parametrize(
-    ("values", "count", "found"),
+    ("values", "counts", "found"),
     [
-        ([IMAGES, [{"boxes": torch.rand(2, 4)}] * 3], 3, [image[None] for image in IMAGES]),
-        ([[{"id": 1, "image": image} for image in IMAGES]], 3, [image[None] for image in IMAGES]),
-        ([IMAGES[2:] * 3], 3, [IMAGES[2][None]] * 3),
-        ([tuple(IMAGES[:1])], 1, [IMAGES[0][None]]),
-        ([TWO_INPUTS], 2, TWO_INPUTS[:1]),
-        (TWO_INPUTS, 2, TWO_INPUTS[:1]),
-        ([torch.rand(()), {"ids": TWO_INPUTS[0]}], 2, TWO_INPUTS[:1]),
-        ([IMAGES], 0, IMAGES[:1]),  # the number of samples is not known
-        ([SimpleNamespace(store={"size": 5, "nodes": TWO_INPUTS[0]}), TWO_INPUTS[1]], 2, TWO_INPUTS[1:]),
-        ([SimpleNamespace(store={"size": 5, "nodes": TWO_INPUTS[0]}), 1], 2, TWO_INPUTS[:1]),
-        ([torch.nn.utils.rnn.pack_sequence([torch.rand(2, 3)] * 4, enforce_sorted=False)], 4, None),
-        (["text", 3], 2, []),
+        ([IMAGES, [{"boxes": torch.rand(2, 4)}] * 3], [3], [image[None] for image in IMAGES]),
+        ([[{"id": 1, "image": image} for image in IMAGES]], [3], [image[None] for image in IMAGES]),
+        ([IMAGES[2:] * 3], [3], [IMAGES[2][None]] * 3),
+        ([tuple(IMAGES[:1])], [1], [IMAGES[0][None]]),
+        ([TWO_INPUTS], [2], TWO_INPUTS[:1]),
+        (TWO_INPUTS, [2], TWO_INPUTS[:1]),
+        ([torch.rand(()), {"ids": TWO_INPUTS[0]}], [2], TWO_INPUTS[:1]),
+        ([IMAGES], [0], IMAGES[:1]),  # the number of samples is not known
+        ([IMAGES], [3, 1], [image[None] for image in IMAGES]),  # the last batch has already been drawn
+        ([IMAGES_OF_3], [3, 1], [image[None] for image in IMAGES_OF_3]),
+        ([INPUTS_OF_5], [2, 5], INPUTS_OF_5[:1]),  # the batch before was a last one
+        ([INPUTS_OF_5], [5, 2], INPUTS_OF_5[:1]),
+        ([SimpleNamespace(store={"size": 5, "nodes": TWO_INPUTS[0]}), TWO_INPUTS[1]], [2], TWO_INPUTS[1:]),
+        ([SimpleNamespace(store={"size": 5, "nodes": TWO_INPUTS[0]}), 1], [2], TWO_INPUTS[:1]),
+        ([torch.nn.utils.rnn.pack_sequence([torch.rand(2, 3)] * 4, enforce_sorted=False)], [4], None),
+        (["text", 3], [2], []),
     ],
 )
-def test_samples_are_found_in_lists_dicts_and_objects(values, count, found):
-    samples = observe.find_batch(values, count) or observe.find_batch(values, count, observe.MAX_DEPTH)
+def test_samples_are_found_in_lists_dicts_and_objects(values, counts, found):
+    samples = observe.find_batch(values, counts) or observe.find_batch(values, counts, observe.MAX_DEPTH)
     expected = [values[0].data] if found is None else found
     assert len(samples) == len(expected)
     assert all(map(torch.equal, samples, expected))
