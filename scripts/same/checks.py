@@ -344,13 +344,19 @@ def check_training(run: Run, reference: Run, rounding: Rounding, is_scaled: bool
 
 
 def check_rates(run: Run, first: Run) -> Finding | None:
-    """Return a finding if all learning rates are those of one process times a factor, whatever the gradients."""
+    """Return a finding if all learning rates are those of one process times a factor, whatever the gradients.
+
+    If the batch depends on the number of processes, the learning rate may, too.
+    """
     rates = [rate for record, _ in pair_steps(run, first) for rate in record["lr"]]
     right = [rate for _, expected in pair_steps(run, first) for rate in expected["lr"]]
-    if len(rates) != len(right) or not (c := factor_between(np.array(rates), np.array(right))):
+    if not rates or len(rates) != len(right) or other_batch(run, first):
+        return None
+    c = factor_between(np.array(rates), np.array(right))
+    if not c or abs(c - 1) <= 0.01:
         return None
     what = f"all steps, learning rate: {name_factor(c, run.world_size)} that of 1 process"
-    return Finding("learning-rate-scaled", what) if abs(c - 1) > 0.01 else None
+    return Finding("learning-rate-scaled", what)
 
 
 def explain_gradient(run: Run, reference: Run, i: int, apart: float) -> Finding:
@@ -475,7 +481,9 @@ def compare_runs(
     if any(counts) and not all(counts):
         return [by_rank]
     if not is_replicated(run, first):
-        return [Finding("not-replicated", "weights"), *check_printed(run, first, rounding, is_proven=False)]
+        found = [*filter(None, [check_order(run, first), check_rates(run, first)])]
+        printed = [] if found else check_printed(run, first, rounding, is_proven=False)
+        return [Finding("not-replicated", "weights"), *found, *printed]
     apart = list(check_ranks(run))
     overlap = check_overlap(run, first)
     findings = [*apart, *filter(None, [overlap, check_order(run, first), check_seeds(run, rounding.harmless)])]
@@ -486,8 +494,8 @@ def compare_runs(
     shards = check_shards(run, first, is_divided) if rounding.is_controlled else None
     findings += filter(None, [shards])
     if not rounding.is_controlled or draws_in_step(run) - rounding.harmless:
-        rates = check_rates(run, first) if not other_batch(run, first) else None
-        return [*findings, *filter(None, [rates]), Finding("uncontrolled", "step 1, random numbers")]
+        rates = filter(None, [check_rates(run, first)])
+        return [*findings, *rates, Finding("uncontrolled", "step 1, random numbers")]
     cause = shards.cause if shards else ""
     if apart or cause == "not-sharded":
         return findings
@@ -497,7 +505,9 @@ def compare_runs(
         if not cause:
             findings.append(name_samples(run, first))
     if training := check_training(run, reference, rounding, is_scaled=bool(other_batch(run, first))):
-        return [*findings, training]
+        # Once the batch is divided, a rate that grows with it may be right.
+        is_known = (cause, training.cause) == ("batch-not-divided", "scaled-with-batch")
+        return findings if is_known else [*findings, training]
     chaotic = next((i for i, apart in enumerate(rounding.gradient) if apart >= CHAOTIC), None)
     if chaotic is not None:
         what = f"step {chaotic + 1}, gradient: differs by {rounding.gradient[chaotic]:.0e} in the control run"

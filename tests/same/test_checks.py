@@ -835,6 +835,29 @@ def test_a_learning_rate_that_grows_with_the_batch_is_noted():
     assert "learning-rate-scaled" not in dict(causes(run))
 
 
+def test_a_rate_that_grows_with_a_batch_that_is_to_be_divided_first_is_not_noted():
+    run, replay, first = record(2, GRADIENTS, rate=0.2), record(1, GRADIENTS), record(1, GRADIENTS)
+    for records in (*run.steps, *replay.steps):
+        records[-1]["rows"] = [*records[-1]["rows"], "x", "y"]
+    found = compare_runs(run, first, replay, Rounding(first, first), is_divided=True)
+    assert [one.cause for one in found] == ["batch-not-divided"]
+
+
+def test_rates_and_orders_are_compared_where_ranks_hold_parts_of_the_model():
+    """As with ZeRO: its other losses are explained by the rate, which is named alone."""
+    first = printed("loss 1.25")
+    scaled = record(2, GRADIENTS, rate=0.2, shapes=2)
+    scaled.series = read_series("loss 2.25")
+    expected = [("not-replicated", "weights"), ("learning-rate-scaled", "all steps, learning rate")]
+    assert causes(scaled, first) == expected
+    repeated = with_fields(record(2, GRADIENTS, shapes=2), 1, iteration=(1, 1))
+    order = [3, 1, 0, 2, 7, 5, 4, 6]
+    for lines in repeated.events:
+        lines += [{"event": "shuffled", "sampler": 1, "epoch": 0}] * 2
+        lines += [{"event": "batch", "iteration": i, "indices": order, "size": 8} for i in (-1, 1)]
+    assert causes(repeated, record(1, GRADIENTS))[1:] == [("no-set-epoch", "epoch 2, order")]
+
+
 def test_gradients_that_are_not_compared_are_not_said_to_differ(tmp_path):
     (tmp_path / "train.py").touch()
     session = Session(parse_args([str(tmp_path / "train.py")]), tmp_path, largest=1.0, measured=1e-7)
