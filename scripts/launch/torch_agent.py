@@ -54,6 +54,9 @@ STORE_LINGER_S = 2.0
 ANSWER_S = 5.0
 """How long a store may take to answer, once it is connected."""
 
+ARRIVAL_S = 0.01
+"""How long a node whose ranks have failed stays at the exit barrier (0 would be without a limit)."""
+
 MEET_WITHIN_S = 600.0
 """How long a script's ranks may take to meet in a process group before a warning says that they have not."""
 
@@ -114,6 +117,11 @@ class Agent(LocalElasticAgent):
         self.notes.put(f"left/{self._worker_group.group_rank}", ranks)
         self._warn_if_alone()
         super()._exit_barrier()
+
+    def release_others(self) -> None:
+        """Arrive at the exit barrier, where nodes whose ranks have finished wait for this one; do not wait."""
+        self._exit_barrier_timeout = ARRIVAL_S
+        run_bounded(super()._exit_barrier, None, Exception, ANSWER_S)
 
     def ranks_that_left_elsewhere(self) -> dict[int, Failure]:
         """Return the ranks of other nodes all of whose ranks have ended with status 0."""
@@ -268,7 +276,10 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
         agent.notes = Notes(PrefixStore(f"{job}/agents", store), node.nnodes)
         agent.store, agent.own_keys = (store if node.node_rank == 0 else None), f"{job}/"
         result = agent.run()
-        left = agent.ranks_that_left() | agent.ranks_that_left_elsewhere() if result.is_failed() else {}
+        left: dict[int, Failure] = {}
+        if result.is_failed():
+            left = agent.ranks_that_left() | agent.ranks_that_left_elsewhere()
+            agent.release_others()
         del store  # on node 0 it is the server for all nodes
     except DistError as error:
         raise MissingNodeError(

@@ -212,8 +212,9 @@ def test_one_that_handles_them_gets_each_once_and_writes_its_checkpoint(tmp_path
     assert (job.run / "saved").read_text() == "SIGTERM begin\nend\n"
 
 
-def test_a_rank_that_saves_is_left_to_finish_when_the_signal_ends_the_others(tmp_path):
-    job = Job(tmp_path, ONE_IS_AWARE, "ddp", 1, 2)
+@pytest.mark.parametrize("nodes", [1, *slow(2)])
+def test_a_rank_that_saves_is_left_to_finish_when_the_signal_ends_the_others(tmp_path, nodes):
+    job = Job(tmp_path, ONE_IS_AWARE, "ddp", nodes, 2 // nodes)
     result = job.stop(signal.SIGTERM, ranks=2)
     assert (result.status, result.errors) == (0, [])
     assert (job.run / "saved").read_text() == "SIGTERM begin\nend\n"
