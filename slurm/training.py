@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from recipes.common.folders import replace_text
-from recipes.common.process.parent import LAUNCHER_PID
 from scripts.launch.processes import run
 
 SIGNAL = signal.SIGUSR1
@@ -55,7 +54,7 @@ class Run:
 
     def __call__(self) -> None:
         """Run this rank; if it fails, end the process with its status."""
-        env = {**os.environ, "PYTHON": sys.executable, LAUNCHER_PID: str(os.getpid())}
+        env = {**os.environ, "PYTHON": sys.executable}
         if self.script:
             is_restart = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
             words = ["scripts.launch.script", self.script["SCRIPT"], *self.argv]

@@ -110,7 +110,7 @@ def run_with_signals(
     """Run a command; return its status (-n for signal n) and the stop signals that this process received.
 
     The command gets each stop signal once, after on_stop(): with process_group=0, even if all of this process's
-    group get it.
+    group get it. LAUNCHER_PID lets it end with this process.
     """
     received: list[int] = []
     unsent: list[int] = []  # received before the process existed
@@ -132,7 +132,7 @@ def run_with_signals(
 
     for number in STOP_SIGNALS:
         signal.signal(number, pass_on)
-    process = subprocess.Popen(command, env=env, process_group=process_group)
+    process = subprocess.Popen(command, env={**env, LAUNCHER_PID: str(os.getpid())}, process_group=process_group)
     for early in unsent:
         send(early)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a launcher may have blocked them

@@ -21,7 +21,7 @@ from recipes.common.folders import refresh_names
 from recipes.common.options import read_number
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.node import check_host, check_port, how_ended, read_master
-from recipes.common.process.parent import LAUNCHER_PID, end_with_launcher
+from recipes.common.process.parent import end_with_launcher
 from recipes.common.process.ranks import bind_address
 from recipes.common.process.rendezvous_errors import MissingNodeError, MissingStoreError
 from recipes.common.process.signals import STOP_SIGNALS
@@ -137,8 +137,7 @@ def run_with_restarts(options: list[str], max_restarts: int, agent: list[str]) -
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # also in the agents, until they handle them
     for restart in range(max_restarts + 1):
         store = start_store(store)
-        variables = {LAUNCHER_PID: str(os.getpid()), HAS_RETURNED: "1" if restart else ""}
-        status, was_stopped = run([*agent, *options], {**os.environ, **variables})
+        status, was_stopped = run([*agent, *options], {**os.environ, HAS_RETURNED: "1" if restart else ""})
         # was_stopped holds the signals received so far. Later ones wait until the next agent runs.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         if was_stopped or (status <= 128 and status != LOST_STATUS):

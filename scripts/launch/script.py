@@ -30,7 +30,7 @@ from pathlib import Path
 from recipes.common.errors import UserError, as_user_error, nearest
 from recipes.common.options import read_number
 from recipes.common.process.open_files import STORE_CONNECTIONS, allow_connections
-from recipes.common.process.parent import LAUNCHER_PID, end_with_launcher, exec_python
+from recipes.common.process.parent import end_with_launcher, exec_python
 from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.world import transport
 from scripts.launch.command import ROOT, absolute, command, make_folder, next_folder, warn
@@ -220,8 +220,7 @@ def run_watched(argv: Sequence[str], pipe: tuple[int, int] | None, is_task: bool
         reader.start()
     command = [sys.executable, "-m", "scripts.launch.script", *argv]  # the child finds NCCL's log set
     # Use a separate group: mpirun and some Slurm versions signal this whole group, and each signal is passed on.
-    own = {**os.environ, LAUNCHER_PID: str(os.getpid())}
-    returned, received = run_with_signals(command, own, process_group=0, on_stop=note_stop)
+    returned, received = run_with_signals(command, os.environ, process_group=0, on_stop=note_stop)
     if pipe and reader:
         os.close(pipe[1])
         reader.join(1.0)  # processes that the script left behind may keep it open

@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.common.options import read_number
-from recipes.common.process.parent import LAUNCHER_PID
 from scripts.launch import script
 from scripts.launch.command import command
 from scripts.launch.processes import run
@@ -86,7 +85,6 @@ def main(argv: list[str]) -> int:
     stopped_status = read_number("STOPPED_STATUS", 0, at_least=1)
     begin = time_on_disk(argv) - CLOCKS_S
     env = {name: value for name, value in os.environ.items() if name != "STOPPED_STATUS"}
-    env[LAUNCHER_PID] = str(os.getpid())
     earlier = read_stop_file()
     status, received = run(["scripts/launch.sh", *argv], env, on_stop=write_stop_file)
     finished = None if script.is_set() else has_finished(argv, begin)

@@ -748,6 +748,10 @@ def test_a_command_that_ends_while_its_stop_is_noted_keeps_its_status():
     assert ended == (3, [signal.SIGTERM])
 
 
+def test_a_command_learns_which_process_it_ends_with():
+    assert processes.run(["sh", "-c", 'test "$LAUNCHER_PID" = "$PPID"'], os.environ) == (0, [])
+
+
 def test_two_scripts_at_once_in_one_folder_are_refused(tmp_path):
     """A lock belongs to who has opened the folder, and ends with that process."""
     other = os.open(tmp_path, os.O_RDONLY)
