@@ -63,10 +63,6 @@ if [[ -n ${STOPPED_STATUS:-} ]]; then # set by the Kubernetes manifests; it call
     exec "$python" -m scripts.launch.stopped_status "$recipe" "$@"
 fi
 
-if [[ -n ${MIN_NODES:-} && $recipe =~ ^(single|dataparallel|probe|spawn|horovod)$ ]]; then
-    refuse "$recipe cannot be elastic; unset MIN_NODES, or use RECIPE=ddp"
-fi
-
 # On several machines, gloo alone would use the address of the host's own name: on Debian 127.0.1.1, which no other reaches.
 if [[ -z ${FABRIC:-}${GLOO_SOCKET_IFNAME:-} && ${NNODES:-1} != 1 &&
     ! ${MASTER_ADDR:-localhost} =~ ^(127\.|::1$|localhost$) ]]; then
@@ -85,7 +81,11 @@ fi
 # A stop signal waits until Python handles it, by an option of GNU's env. Env takes a name with = for a variable.
 start=(exec)
 if [[ $python != *=* ]] && env --block-signal=TERM true 2>/dev/null; then start+=(env '--block-signal=USR1,TERM'); fi
-case ${SCRIPT:+script-}$recipe in
+case ${MIN_NODES:+elastic-}${SCRIPT:+script-}$recipe in
+elastic-*)
+    # Its agent is started again if it is killed and the job continues.
+    "${start[@]}" "$python" -m scripts.launch.rejoin "$recipe" "$@"
+    ;;
 single | dataparallel)
     "${start[@]}" "$python" -m scripts.launch.hold_signals "recipes.$recipe.train" "$@"
     ;;
@@ -97,9 +97,6 @@ horovod | script-horovod)
     "${start[@]}" "$python" -m scripts.launch.horovod "$recipe" "$@"
     ;;
 *)
-    # An elastic job's agent is started again if it is killed and the job continues.
-    agent=scripts.launch.agent
-    if [[ -n ${MIN_NODES:-} ]]; then agent=scripts.launch.rejoin; fi
-    "${start[@]}" "$python" -m "$agent" "$recipe" "$@"
+    "${start[@]}" "$python" -m scripts.launch.agent "$recipe" "$@"
     ;;
 esac

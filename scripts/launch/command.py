@@ -144,6 +144,12 @@ def check_recipe(name: str) -> str:
     return name
 
 
+def check_elastic(recipe: str) -> None:
+    """Raise UserError if a recipe cannot continue after the loss of a node."""
+    if recipe in NOT_ELASTIC:
+        raise UserError(f"{recipe} cannot be elastic; unset MIN_NODES, or use RECIPE=ddp")
+
+
 def image_of(recipe: str) -> str:
     """Return the name of the image for a recipe: its own if docker/Dockerfile builds one, else ddp's."""
     dockerfile = (ROOT / "docker/Dockerfile").read_text(encoding="utf-8")

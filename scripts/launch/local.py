@@ -40,10 +40,10 @@ from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.watch.timeouts import HANG_STATUS
 from scripts.launch import script
 from scripts.launch.command import (
-    NOT_ELASTIC,
     ONE_PROCESS,
     RECIPE_OPTIONS,
     CommandParser,
+    check_elastic,
     check_recipe,
     command,
     count,
@@ -371,7 +371,7 @@ class ElasticJob(LocalJob):
         return super().report(failed)
 
 
-def check_elastic(args: Namespace) -> tuple[int, int] | None:
+def read_elastic(args: Namespace) -> tuple[int, int] | None:
     """Return MIN_NODES and MAX_RESTARTS of an elastic job, or None for any other job; raises UserError."""
     if args.min_nodes is None:
         if args.max_restarts is not None:
@@ -379,8 +379,7 @@ def check_elastic(args: Namespace) -> tuple[int, int] | None:
         return None
     if args.min_nodes > args.nodes:
         raise UserError(f"MIN_NODES {args.min_nodes} is more than NODES {args.nodes}; lower it")
-    if args.recipe in NOT_ELASTIC:
-        raise UserError(f"{args.recipe} cannot be elastic; unset MIN_NODES, or use RECIPE=ddp")
+    check_elastic(args.recipe)
     return args.min_nodes, 3 if args.max_restarts is None else args.max_restarts
 
 
@@ -462,7 +461,7 @@ def main(argv: list[str]) -> int:
         return 0
     check_recipe(args.recipe)
     shares = assign_gpus(args.nodes, args.options)
-    elastic = check_elastic(args)
+    elastic = read_elastic(args)
     processes = processes_per_node(args, shares)
     if script.is_set():
         os.environ |= script.job_environment(args.name)

@@ -26,7 +26,7 @@ from recipes.common.process.ranks import bind_address
 from recipes.common.process.rendezvous_errors import MissingNodeError, MissingStoreError
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
-from scripts.launch.command import command
+from scripts.launch.command import check_elastic, command
 from scripts.launch.processes import run, start_process
 from scripts.launch.recipe_options import read_option
 
@@ -168,6 +168,7 @@ def main(argv: list[str]) -> int:
     """Run this node; return its exit status."""
     end_with_launcher()
     recipe, *options = argv
+    check_elastic(recipe)
     agent = [sys.executable, "-m", "scripts.launch.agent", recipe]
     return run_with_restarts(options, check_variables(options), agent)
 
