@@ -17,6 +17,7 @@ from pathlib import Path
 from recipes.common.errors import UserError
 from recipes.common.options import read_number
 from recipes.common.process.node import check_host
+from recipes.common.process.ranks import is_loopback
 from recipes.common.process.rendezvous_errors import MissingNodeError
 from scripts.launch.command import command
 
@@ -75,11 +76,6 @@ def by_preference(names: Iterable[str]) -> list[str]:
     routes = [line.split() for line in ROUTES.read_text().splitlines()[1:]] if ROUTES.exists() else []
     of_default = {route[0] for route in routes if route[1:2] == route[7:8] == ["00000000"]}  # target and mask
     return sorted(names, key=lambda name: (name not in of_default, name.startswith(VIRTUAL)))
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an address is one that only this machine reaches."""
-    return address.startswith("127.") or address == "::1"
 
 
 def interface_to(host: str, timeout_s: int = 0) -> str:

@@ -37,13 +37,13 @@ from recipes.common.errors import UserError, nearest
 from recipes.common.options import Parser, positive_int
 from recipes.common.process.entry import USAGE_STATUS, wait_for_rank_0
 from recipes.common.process.parent import end_with_parent, exec_python
-from recipes.common.process.ranks import bind_address
+from recipes.common.process.ranks import bind_address, is_loopback
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
 from scripts.launch.command import recipes
 from scripts.launch.echo import Echo, try_port
 from scripts.launch.fabric import fabric_environment
-from scripts.launch.interface import by_preference, interface_addresses, is_loopback
+from scripts.launch.interface import by_preference, interface_addresses
 from scripts.launch.local import LOOPBACK, free_port
 
 if TYPE_CHECKING:

@@ -439,6 +439,12 @@ def test_another_node_waits_no_longer_than_the_bound(address):
     assert caught.value.status == 68, "rejoin.py makes 1 of it, or lost where a node comes back"
 
 
+def test_a_node_on_node_0s_machine_gives_others_an_address_that_they_reach():
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        place = f"127.0.0.1:{store.getsockname()[1]}"
+        assert wait_for_head(Node(2, 0, 1, "node-a", 29500, 5), place) == "node-a"
+
+
 @pytest.mark.parametrize("address", ["[fd00::1]", "fd00::1"])
 def test_a_node_gets_whole_paths_and_a_bare_address(tmp_path, address):
     """Paths of a script begin at the caller's folder, without GNU's realpath; URLs have addresses in brackets."""

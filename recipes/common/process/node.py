@@ -20,7 +20,7 @@ from typing import NamedTuple
 from recipes.common.errors import UserError
 from recipes.common.options import read_number
 from recipes.common.process.entry import LOST_RANK_STATUS, USAGE_STATUS
-from recipes.common.process.ranks import bind_address, connect_within
+from recipes.common.process.ranks import bind_address, connect_within, is_loopback
 from recipes.common.process.rendezvous_errors import (
     MissingNodeError,
     MissingStoreError,
@@ -108,7 +108,7 @@ def wait_for_head(node: Node, store: str = "") -> str:
             f"node {node.node_rank} waited {node.rdzv_timeout_s} s for {what} at {place} "
             f"({error.strerror or error}); is it up, and is MASTER_ADDR right?"
         ) from None
-    return node.master_addr if address.startswith("127.") or address == "::1" else address
+    return node.master_addr if is_loopback(address) else address
 
 
 def missing_nodes_error(node: Node, missing: Sequence[int]) -> MissingNodeError:

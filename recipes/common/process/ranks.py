@@ -58,6 +58,11 @@ def bind_address(master_addr: str) -> str:
     return master_addr if master_addr == "127.0.0.1" else ""
 
 
+def is_loopback(address: str) -> bool:
+    """Whether an address is one that only this machine reaches."""
+    return address.startswith("127.") or address == "::1"
+
+
 def connect_within(host: str, port: int, timeout_s: float) -> str:
     """Wait until someone answers there; return this end's address. Raises the last OSError after timeout_s."""
     deadline = time.monotonic() + timeout_s
