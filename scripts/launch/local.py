@@ -248,6 +248,7 @@ class LocalJob:
             signal.signal(signal.SIGHUP, self.interrupt)
         for number in STOP_SIGNALS:
             signal.signal(number, self.record_stop)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # an earlier job has blocked them
 
     def record_stop(self, number: int, frame: FrameType | None) -> None:
         """Record a stop signal; wait() then sends it to every node."""
@@ -278,8 +279,8 @@ class LocalJob:
             time.sleep(0.05)
         else:
             first_failed = self.failed()
-        for number in STOP_SIGNALS:  # Python restores their defaults while it ends, and a late one would kill it
-            signal.signal(number, signal.SIG_IGN)
+        # Python restores their defaults while it ends, and a late one would kill it; a next job gets it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         for node in self.nodes:
             node.wait()
         for relay in self.relays:

@@ -170,6 +170,16 @@ def test_stop_signals_that_go_on_after_the_end_change_nothing():
     assert process.returncode == 0
 
 
+def test_a_stop_signal_that_comes_between_two_ports_reaches_the_second_job():
+    job = start(local.LocalJob(), "exit 75")
+    job.handle_signals()
+    assert job.wait() == 75
+    signal.raise_signal(signal.SIGTERM)
+    again = local.LocalJob()
+    again.handle_signals()
+    assert (job.stop_signals, again.stop_signals) == (set(), {signal.SIGTERM})
+
+
 def test_a_refusal_that_node_0_prints_is_not_repeated(capsys):
     """Although another node prints it earlier, and ends later."""
     job = start(local.LocalJob(), "sleep 0.3; exit 2", f"{HELD_BACK}; sleep 0.5; exit 2")
