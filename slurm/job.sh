@@ -330,6 +330,7 @@ run_step() {
     if [[ -z $signal ]]; then
         "$@" 2>"$errors" &
         step_pid=$!
+        if [[ $signal == USR1 ]]; then stop_step USR1; fi # it came after the test above
         while :; do # a trap interrupts wait
             before=$signals status=0
             wait "$step_pid" || status=$?
@@ -368,18 +369,20 @@ make_elastic() {
 }
 
 # stop_step SIGNAL: Slurm sends its signal before the time limit or a preemption to this script only (B:). Pass it on to
-# the ranks until they have ended: a rank that has no handler yet would miss it.
+# the ranks until they have ended, or a script's launcher has noted it: a step that is about to begin would miss it.
 stop_step() {
     if ((${#stopper[@]})); then return; fi # a repeated signal
     signal=$1
     echo "job $job got $1: ranks write a checkpoint"
-    while [[ -n $step ]]; do # no step yet: run_step will start none
+    if [[ -z $step_pid ]]; then return; fi # run_step starts no step, or calls this again
+    while :; do
         if [[ $step == srun ]]; then
             scancel --signal="$1" "$job" 2>/dev/null # the steps, not this script
         else
             kill -s "$1" "$step_pid" 2>/dev/null # mpirun passes it to its ranks
-        fi && if [[ -n ${SCRIPT:-} ]]; then break; fi # once: its handler may be saving
+        fi
         read -rt 10 <> <(:) # nothing comes: a wait of 10 s that ends with this process, as a sleep would not
+        if [[ -n ${SCRIPT:-} && -e $STOPPED_FILE ]]; then break; fi
     done &
     stopper=("$!")
 }

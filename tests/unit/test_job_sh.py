@@ -544,12 +544,15 @@ def test_what_cannot_work_is_refused_at_the_start_and_not_at_the_end(job, env, s
     assert done.stderr.startswith(f"error: {said}")
 
 
-def test_a_script_gets_its_signal_once_also_where_slurm_was_busy(script, tmp_path):
-    scancel = f'echo "$*" >>{tmp_path}/said\nmkdir {tmp_path}/answered || exit 0\nexit 1'
+def test_a_script_is_signalled_until_its_launcher_notes_that(script, tmp_path):
+    """Slurm is busy at first; then the step has not begun, and the signal reaches nobody."""
+    scancel = f'echo "$*" >>{tmp_path}/said\n[ $(wc -l <{tmp_path}/said) = 1 ] && exit 1\n'
+    scancel += f'[ $(wc -l <{tmp_path}/said) = 3 ] && touch "$STOPPED_FILE"\n:\n'
     write_program(tmp_path / "scancel", scancel)
-    done = script('step=srun; sleep() { :; }; stop_step USR1; wait "${stopper[0]}"')
+    begun = "export STOPPED_FILE=$logs/.stopped-$job step=srun step_pid=1"
+    done = script(begun + '; read() { :; }; stop_step USR1; wait "${stopper[0]}"')
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "said").read_text() == "--signal=USR1 7\n" * 2
+    assert (tmp_path / "said").read_text() == "--signal=USR1 7\n" * 3
 
 
 def test_a_name_that_does_not_resolve_gives_way_to_slurms_address(job, tmp_path):
@@ -1039,6 +1042,15 @@ def test_a_second_signal_abandons_no_step(job, tmp_path):
     assert "ended with 5" in (tmp_path / "said").read_text()
     folders = {process.info["cwd"] for process in psutil.process_iter(["cwd"])}
     assert str(tmp_path) not in folders, "what waits to repeat the signal ends with the job"
+
+
+def test_a_signal_that_comes_as_the_step_begins_reaches_it(job, tmp_path):
+    """It comes once the step has been started, and before its process id is known."""
+    trap = "#!/bin/bash\ntrap 'exit 5' USR1\nfor i in {1..200}; do sleep 0.1; done\n"
+    step = write_program(tmp_path / "step.sh", trap)
+    send = """trap 'if [[ $BASH_COMMAND == step_pid=* ]]; then sleep 0.5; kill -USR1 $$; fi' DEBUG; set -T"""
+    done = job(then=f'{send}; run_step {step}; trap - DEBUG; echo "ended with $status"')
+    assert done.stdout.endswith("ended with 5\n"), done.stdout
 
 
 def test_after_a_signal_no_step_begins(job, tmp_path):
