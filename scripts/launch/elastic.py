@@ -208,8 +208,7 @@ class Handler(DynamicRendezvousHandler):
     lost: frozenset[Any] = frozenset()  # those of `left` that are not waiting to join again
     round = 0
     has_stopped = False  # whether this node's ranks have stopped because a node joins or leaves
-    has_saved = False  # whether they then ended with status 0, after a checkpoint
-    has_announced_finish = False
+    has_saved = False  # whether they have ended with status 0: finished, or stopped after a checkpoint
     has_result = False  # whether this node's ranks have finished, or failed for the last time
     is_over = False
     _begun_s = 0.0
@@ -285,7 +284,7 @@ class Handler(DynamicRendezvousHandler):
         """Note that this node's ranks have finished, so that its departure does not count as a loss."""
         self.notes.set(self._finished(self._this_node), "1")
         self.notes.set(self._finished(), "1")
-        self.has_announced_finish = True
+        self.has_saved = True
 
     def has_finished(self) -> bool:
         """Whether all ranks of the round have finished; raises UnfinishedError if some no longer can."""
@@ -308,7 +307,7 @@ class Handler(DynamicRendezvousHandler):
         if self.members and not self.has_result:
             with contextlib.suppress(RuntimeError):  # without the store the ranks must stop all the same
                 self.notes.add(f"stopping/{self.round}", 1)
-        return self.has_announced_finish or self.has_saved
+        return self.has_saved
 
     def is_stopping(self) -> bool:
         """Whether any node has announced a stop in this round."""
@@ -404,12 +403,12 @@ def create_handler(endpoint: str, job: str, min_nodes: int, node: Node, address:
 class Agent(torch_agent.Agent):
     """torchrun's agent of a node, which decides whether a failure restarts the ranks or ends the job."""
 
-    has_run = False  # whether ranks of this node have run, so that a stop between two rounds may lose their work
     failures: dict[int, Failure] | None = None  # this node's failed ranks in the newest round
 
     def __init__(self, spec: WorkerSpec, logs: str, handler: Handler, later_args: Callable[[], list[str]]) -> None:
         super().__init__(spec, DefaultLogsSpecs(logs), exit_barrier_timeout=EXIT_BARRIER_S)
         self.handler, self.later_args = handler, later_args
+        # Whether ranks of this node have run, so that a stop between two rounds may lose their work.
         self.has_run = bool(os.environ.get(rejoin.HAS_RETURNED))
 
     def run(self, role: str = "default") -> RunResult:

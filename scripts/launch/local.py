@@ -339,7 +339,7 @@ class ElasticJob(LocalJob):
         self.environment = {"MIN_NODES": str(min_nodes), "MAX_RESTARTS": str(max_restarts)}
         self.environment["RDZV_ENDPOINT"] = f"{address}:{port}"
         command = [sys.executable, "-m", "scripts.launch.elastic", str(port), address]
-        self.store = start_process(command, {**os.environ, "PORT_IS_CHOSEN": "1"}, text=True)
+        self.store = start_process(command, {**os.environ, "PORT_IS_CHOSEN": "1"})
 
     def wait(self) -> int:
         """Wait for the nodes, then stop the store; return the job's exit status."""
@@ -354,9 +354,7 @@ class ElasticJob(LocalJob):
 
     def is_lost(self, node: subprocess.Popen[bytes]) -> bool:
         """Whether a node has lost the store or was killed, except by a stop signal that came as it ended."""
-        status = node.poll()
-        is_killed = status is not None and status < 0 and -status not in self.stop_signals
-        return is_killed or status == LOST_STATUS
+        return super().has_failed(node) and (node.returncode < 0 or node.returncode == LOST_STATUS)
 
     def report(self, failed: list[int]) -> int:
         """Print why the job failed, and return its exit status."""
