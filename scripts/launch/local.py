@@ -206,16 +206,14 @@ class LocalJob:
 
     def start(self, command: list[str], environment: dict[str, str]) -> None:
         """Start the next node."""
-        is_first = not self.nodes
-        stdout, stderr = (None, None) if is_first else (subprocess.PIPE, subprocess.STDOUT)
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if self.nodes else {}
         if self.is_elastic:  # rank 0, which uses standard output, may be on any node
-            stdout, stderr = None, subprocess.PIPE
-        own = {**environment, **self.environment}
-        node = start_process(command, own, stdout=stdout, stderr=stderr)
+            streams = {"stderr": subprocess.PIPE}
+        node = start_process(command, {**environment, **self.environment}, **streams)
+        relay = threading.Thread(target=self.relay, args=(len(self.nodes), node), daemon=True)
         self.nodes.append(node)
-        relay = threading.Thread(target=self.relay, args=(len(self.nodes) - 1, node), daemon=True)
-        relay.start()
         self.relays.append(relay)
+        relay.start()
 
     def relay(self, number: int, node: subprocess.Popen[bytes]) -> None:
         """Print a node's lines, marked with its number; hold refusals back, since node 0 may print them too."""
