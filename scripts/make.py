@@ -31,13 +31,9 @@ from scripts.launch.command import command as refusing
 
 VENV_PYTHON = ".venv/bin/python"
 
-NUMBERS = (
-    *("NODES", "NPROC_PER_NODE", "GPUS", "CPUS", "MIN_NODES", "MAX_RESTARTS", "ROUNDS", "SEED"),
-    *("GLOBAL_BATCH", "STOP_AFTER"),
-)
-"""Variables that are whole numbers of at least 1, or 0 for those in FROM_0; the programs check their bounds."""
-
-FROM_0 = ("GPUS", "MAX_RESTARTS", "SEED")
+LEAST = dict.fromkeys(("NODES", "NPROC_PER_NODE", "CPUS", "MIN_NODES", "ROUNDS", "GLOBAL_BATCH", "STOP_AFTER"), 1)
+LEAST |= dict.fromkeys(("GPUS", "MAX_RESTARTS", "SEED"), 0)
+"""The least value of each variable that is a whole number; the programs check other bounds."""
 
 VARIABLES = re.findall(
     r"\w+",
@@ -80,11 +76,10 @@ class Command:
 
 
 def value(name: str) -> str:
-    """Return a variable, "" if it is not set; raises UserError if one of NUMBERS is no whole number."""
+    """Return a variable, "" if it is not set; raises UserError if it is none of the numbers that LEAST allows."""
     USED.add(name)
-    if name in NUMBERS:
-        least = 0 if name in FROM_0 else 1
-        read_number(name, least, least)
+    if name in LEAST:
+        read_number(name, LEAST[name], LEAST[name])
     text = os.environ.get(name, "")
     return at_home(text) if name in PATHS else text
 
