@@ -495,7 +495,7 @@ def make_job(args: Namespace, elastic: tuple[int, int] | None) -> LocalJob:
             words = f"NAME={Path(os.environ['RUN_DIR']).name} RESUME=auto"
         address = args.networks[-1][1] if args.networks else "127.0.0.1"
         job = ElasticJob(*elastic, address, f"to resume: the same command with {words}")
-    job.how_to_resume = how_to_resume(args, is_named)
+    job.how_to_resume = args.how_to_resume = how_to_resume(args, is_named)  # also of a next port's job
     if not script.is_set():  # a recipe ends its step first, and ends by itself if a rank waits for --timeout-s
         with contextlib.suppress(ValueError):  # the recipe refuses it
             job.stop_grace_s += 2 * float(read_option("--timeout-s", "300", args.options))

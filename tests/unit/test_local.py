@@ -98,6 +98,7 @@ def test_ctrl_c_names_the_run_that_can_be_resumed(monkeypatch, capsys, options, 
     for kind in (local.LocalJob, local.ElasticJob):
         monkeypatch.setattr(kind, "wait", lambda job: job.interrupt(signal.SIGINT, None) or job.report([]))
     args = Namespace(recipe="ddp", networks=[], how_to_resume=own, options=options)
+    local.make_job(args, elastic)  # another program took its port
     assert local.run_job(local.make_job(args, elastic), args, [[]], 1) == 130
     whole = f"; checkpoints so far are whole: {expected}" if expected else ""
     assert capsys.readouterr().err == f"interrupted{whole}\n"
