@@ -190,7 +190,7 @@ def worker_spec(
 
 
 def listening_fd(address: str, port: int) -> int:
-    """Return a socket that listens at an address ("": all), where torch would listen on all; raises UserError."""
+    """Return the descriptor of a socket that listens at an address ("": all, as torch's do); raises UserError."""
     try:
         return listen(address, port).detach()
     except OSError as error:
