@@ -59,8 +59,11 @@ if [[ $address_space_kb != unlimited ]] && ((address_space_kb < 16 * 2 ** 20)); 
     echo "warning: ulimit -v is $address_space_kb kB, and torch needs some 4 GB of it, with GPUs more: if its import fails, ulimit -v unlimited" >&2
 fi
 
+# A stop signal waits until Python handles it, by an option of GNU's env. Env takes a name with = for a variable.
+start=(exec)
+if [[ $python != *=* ]] && env --block-signal=TERM true 2>/dev/null; then start+=(env '--block-signal=USR1,TERM'); fi
 if [[ -n ${STOPPED_STATUS:-} ]]; then # set by the Kubernetes manifests; it calls this script again without it
-    exec "$python" -m scripts.launch.stopped_status "$recipe" "$@"
+    "${start[@]}" "$python" -m scripts.launch.stopped_status "$recipe" "$@"
 fi
 
 # On several machines, gloo alone would use the address of the host's own name: on Debian 127.0.1.1, which no other reaches.
@@ -78,9 +81,6 @@ if [[ $recipe == spawn ]]; then
     # It starts the node's ranks by itself; what a launcher further out says of ranks is not meant for it.
     unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE
 fi
-# A stop signal waits until Python handles it, by an option of GNU's env. Env takes a name with = for a variable.
-start=(exec)
-if [[ $python != *=* ]] && env --block-signal=TERM true 2>/dev/null; then start+=(env '--block-signal=USR1,TERM'); fi
 case ${MIN_NODES:+elastic-}${SCRIPT:+script-}$recipe in
 elastic-*)
     # Its agent is started again if it is killed and the job continues.

@@ -102,15 +102,12 @@ def run(command: Sequence[str], env: Mapping[str, str], **how: Any) -> tuple[int
 
 
 def run_with_signals(
-    command: Sequence[str],
-    env: Mapping[str, str],
-    process_group: int | None = None,
-    on_stop: Callable[[], None] = lambda: None,
+    command: Sequence[str], env: Mapping[str, str], on_stop: Callable[[], None] = lambda: None, **how: Any
 ) -> tuple[int, list[int]]:
     """Run a command; return its status (-n for signal n) and the stop signals that this process received.
 
     The command gets each stop signal once, after on_stop(): with process_group=0, even if all of this process's
-    group get it. LAUNCHER_PID lets it end with this process.
+    group get it. LAUNCHER_PID lets it end with this process. `how` is Popen's.
     """
     received: list[int] = []
     unsent: list[int] = []  # received before the process existed
@@ -132,7 +129,7 @@ def run_with_signals(
 
     for number in STOP_SIGNALS:
         signal.signal(number, pass_on)
-    process = subprocess.Popen(command, env={**env, LAUNCHER_PID: str(os.getpid())}, process_group=process_group)
+    process = subprocess.Popen(command, env={**env, LAUNCHER_PID: str(os.getpid())}, **how)
     for early in unsent:
         send(early)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a launcher may have blocked them

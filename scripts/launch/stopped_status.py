@@ -16,14 +16,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from recipes.common.options import read_number
+from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
 from scripts.launch.command import command
 from scripts.launch.processes import run
@@ -86,7 +89,9 @@ def main(argv: list[str]) -> int:
     begin = time_on_disk(argv) - CLOCKS_S
     env = {name: value for name, value in os.environ.items() if name != "STOPPED_STATUS"}
     earlier = read_stop_file()
-    status, received = run(["scripts/launch.sh", *argv], env, on_stop=write_stop_file)
+    # scripts/launch.sh has blocked the stop signals. Called again, it is to end by them while it waits for a name.
+    unblock = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, STOP_SIGNALS)
+    status, received = run(["scripts/launch.sh", *argv], env, on_stop=write_stop_file, preexec_fn=unblock)
     finished = None if script.is_set() else has_finished(argv, begin)
     was_stopped = received or read_stop_file() != earlier
     if status == 0 and (finished is False or (finished is None and was_stopped)):

@@ -16,7 +16,7 @@ from scripts.launch import interface, stopped_status, torch_agent
 from scripts.launch.local import free_port
 from scripts.launch.recipe_options import read_option
 from tests.conftest import refused
-from tests.support import Command, last_step, run_command, words_for
+from tests.support import Command, last_step, run_command, words_for, write_program
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,19 @@ def test_statuses_pass_through(tmp_path):
     assert result.status == 2
     result = run_command("scripts/launch.sh", "single", STOPPED_STATUS="soon", **env)
     assert result.refusal == "error: STOPPED_STATUS expects a whole number of at least 1, got 'soon'"
+
+
+def test_a_stop_before_the_first_process_listens_reaches_its_node(tmp_path, monkeypatch):
+    """The kernel drops signals to a container's first process that it neither handles nor blocks."""
+    (tmp_path / "scripts").mkdir()
+    write_program(tmp_path / "scripts/launch.sh", "#!/bin/sh\nexec sleep 60\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STOPPED_STATUS", "143")
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # as scripts/launch.sh does
+    signal.raise_signal(signal.SIGTERM)
+    begun = time.monotonic()
+    assert stopped_status.main(["ddp"]) == 128 + signal.SIGTERM
+    assert time.monotonic() - begun < 30
 
 
 def test_the_stop_of_a_node_is_told_beside_the_run(tmp_path, monkeypatch):

@@ -458,9 +458,11 @@ def test_a_node_gets_whole_paths_and_a_bare_address(tmp_path, address):
     assert done.stdout.splitlines() == [f"{tmp_path}/a b/train.py", str(tmp_path), "/runs/mine", "fd00::1"]
 
 
-@pytest.mark.parametrize("recipe", ["ddp", "horovod", "single", "spawn"])
+@pytest.mark.parametrize(
+    ("recipe", "stopped_status"), [("ddp", ""), ("ddp", "143"), ("horovod", ""), ("single", ""), ("spawn", "")]
+)
 @pytest.mark.parametrize("has_option", [True, False])
-def test_a_stop_signal_waits_until_python_handles_it(tmp_path, recipe, has_option):
+def test_a_stop_signal_waits_until_python_handles_it(tmp_path, recipe, stopped_status, has_option):
     """Its start may take seconds; env of macOS cannot block signals."""
     source = "import signal; print(*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
     write_program(tmp_path / "my=python", f"#!{sys.executable} -SE\n{source}\n")
@@ -470,6 +472,7 @@ def test_a_stop_signal_waits_until_python_handles_it(tmp_path, recipe, has_optio
     masks = {}
     for name in ("python", "my=python"):
         own = {"PYTHON": str(tmp_path / name), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        own["STOPPED_STATUS"] = stopped_status
         done = subprocess.run(["scripts/launch.sh", recipe], cwd=ROOT, env=own, capture_output=True, timeout=20)
         assert (done.returncode, done.stderr) == (0, b"")
         masks[name] = {*map(int, done.stdout.split())}
