@@ -85,10 +85,11 @@ def main(argv: list[str]) -> None:
     if source not in SOURCES:
         way = "launch files start this recipe in its own way, by its name"
         raise UserError(f"FROM={source}: {way}; copy {', '.join(SOURCES[:-1])} or {SOURCES[-1]}")
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
-        raise UserError(f"NAME={name}: give lower-case letters, digits and _, as for a Python module: NAME=mine")
+    if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", name) or keyword.iskeyword(name):
+        wanted = "up to 40 lower-case letters, digits and _, as for a Python module"
+        raise UserError(f"NAME={name}: give {wanted}: NAME=mine")
     folder, test = ROOT / "recipes" / name, ROOT / "tests" / "parallel" / f"test_{name}.py"
-    for path in (folder, test):
+    for path in (folder, *ROOT.glob(f"tests/*/{test.name}")):  # pytest takes a file name once
         if path.exists():
             raise UserError(f"NAME={name}: {path.relative_to(ROOT)} exists; choose another name, or remove it")
     options, page_options = OPTIONS.get(source, []), PAGE_OPTIONS.get(source, [])

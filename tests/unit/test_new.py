@@ -19,6 +19,7 @@ def house(tmp_path, monkeypatch):
     """A repository to copy into."""
     (tmp_path / "recipes").mkdir()
     (tmp_path / "tests" / "parallel").mkdir(parents=True)
+    (tmp_path / "tests" / "unit").symlink_to(ROOT / "tests" / "unit")
     for source in new.SOURCES:
         (tmp_path / "recipes" / source).symlink_to(ROOT / "recipes" / source)
     monkeypatch.setattr(new, "ROOT", tmp_path)
@@ -48,9 +49,11 @@ def test_every_name_is_changed_and_nothing_else(house, source):
     [
         (["--name", "mine", "--from", "horovod"], "FROM=horovod: launch files start this recipe in its own way"),
         (["--name", "ddp"], "NAME=ddp: recipes/ddp exists; choose another name, or remove it"),
-        (["--name", "my-recipe"], "NAME=my-recipe: give lower-case letters"),
-        (["--name", "class"], "NAME=class: give lower-case letters"),
-        ([], "NAME=: give lower-case letters"),
+        (["--name", "record"], "NAME=record: tests/unit/test_record.py exists; choose another name, or remove it"),
+        (["--name", "my-recipe"], "NAME=my-recipe: give up to 40 lower-case letters"),
+        (["--name", "class"], "NAME=class: give up to 40 lower-case letters"),
+        (["--name", "a" * 41], f"NAME={'a' * 41}: give up to 40 lower-case letters"),
+        ([], "NAME=: give up to 40 lower-case letters"),
         (["--name", "mine", "--from", "dpp"], "FROM: invalid choice 'dpp'; did you mean 'ddp'?"),
     ],
 )
