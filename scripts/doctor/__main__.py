@@ -18,6 +18,7 @@ import secrets
 import signal
 import socket
 import sys
+import tempfile
 import time
 from argparse import SUPPRESS, Namespace
 from collections.abc import Callable, Sequence
@@ -71,9 +72,20 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     args = parse(parser, argv)
     if args.nproc_per_node and not args.nodes:
         raise UserError("--nproc-per-node needs --nodes; without it, set NPROC_PER_NODE")
-    if args.json and (args.json.is_dir() or not args.json.name):
-        raise UserError(f"--json {args.json} is a folder; name a file in it")
+    if args.json:
+        check_report(args.json)
     return args
+
+
+def check_report(path: Path) -> None:
+    """Raise UserError unless node 0 can write its report there at the end."""
+    try:
+        if path.is_dir() or not path.name:
+            raise UserError(f"--json {path} is a folder; name a file in it")
+        if os.environ.get("NODE_RANK", "0") in ("", "0"):
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; choose another --json") from None
 
 
 class Checks:

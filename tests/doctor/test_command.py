@@ -49,6 +49,8 @@ def test_two_nodes_of_this_machine(tmp_path):
         (("--node", "1"), {}, "unknown option --node; did you mean '--nodes'?"),
         (("--nproc-per-node", "2"), {}, "--nproc-per-node needs --nodes; without it, set NPROC_PER_NODE"),
         (("--json", "."), {}, "--json . is a folder; name a file in it"),
+        (("--json", "none/a"), {}, "cannot write none/a: No such file or directory; choose another --json"),
+        (("--json", "a" * 256), {}, "File name too long"),
         ((), {"NNODES": "2"}, "NNODES is 2 and MASTER_ADDR is not set"),
         ((), {"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK 2 of NNODES 2: node ranks count from 0"),
     ],
