@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -35,8 +36,12 @@ def main(argv: list[str]) -> None:
     if args.out.suffix.lower() not in ENDINGS:
         what = "the file has torch's format, or safetensors"
         raise UserError(f"OUT {args.out}: {what}; let its name end with .pt or .safetensors")
-    if args.out.exists():
-        raise UserError(f"OUT {args.out} exists; remove it, or choose another name")
+    try:
+        if args.out.exists():
+            raise UserError(f"OUT {args.out} exists; remove it, or choose another name")
+        tempfile.TemporaryFile(dir=args.out.parent).close()  # reading may take minutes
+    except OSError as error:
+        raise UserError(f"cannot write {args.out}: {error.strerror}; choose another OUT") from None
     try:
         path, content = read_path(args.run, "RUN")
     except OSError as error:
@@ -44,7 +49,7 @@ def main(argv: list[str]) -> None:
     weights = read_whole({name: content.get(name) for name in ("model", "shards")})["model"]
     temporary = args.out.with_name(f".{args.out.name}.tmp")
     try:
-        if args.out.suffix == ".safetensors":
+        if args.out.suffix.lower() == ".safetensors":
             from recipes.common.checkpoint.safetensors_files import write_safetensors
 
             write_safetensors(weights, temporary)
@@ -55,10 +60,11 @@ def main(argv: list[str]) -> None:
             os.fsync(file.fileno())
         temporary.replace(args.out)
     except (OSError, RuntimeError) as error:
-        with contextlib.suppress(OSError):  # in a folder that cannot be written, there is none
-            temporary.unlink()
         reason = getattr(error, "strerror", None) or str(error).strip().split("\n")[0]
         raise UserError(f"cannot write {args.out}: {reason}; fix this and export again") from None
+    finally:
+        with contextlib.suppress(OSError):  # it is gone if all went well
+            temporary.unlink()
     print(f"wrote {args.out}: {len(weights)} tensors of step {content['position']['step']}, from {path}")
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -38,7 +41,7 @@ def test_one_command_exports_a_run_or_a_checkpoint(run, tmp_path, capsys, place,
 
 def test_safetensors(run, tmp_path, capsys):
     """Tied tensors, which share memory, are written under both of their names."""
-    out = tmp_path / "model.safetensors"
+    out = tmp_path / "model.SAFETENSORS"
     tied = content(30)
     tied["model"]["again"], tied["model"]["turned"] = tied["model"]["weight"], tied["model"]["weight"].T
     CheckpointFolder(run / "checkpoints").write(tied)
@@ -87,6 +90,8 @@ def test_what_cannot_be_exported_is_refused_in_one_line(run, tmp_path, capsys):
     what = "the file has torch's format, or safetensors; let its name end with .pt or .safetensors"
     assert refusal(run, tmp_path / "out.onnx") == f"error: OUT {tmp_path / 'out.onnx'}: {what}"
     assert refusal(run, there / "out.pt").startswith(f"error: cannot write {there / 'out.pt'}: Not a directory; ")
+    assert refusal(none, tmp_path / "no" / "out.pt").startswith("error: cannot write ")  # before it is read
+    assert "File name too long" in refusal(run, tmp_path / f"{'a' * 256}.pt")
     for path in (run / "checkpoints").glob("step-*"):
         path.unlink()
     assert refusal(run).endswith(f", only best.pt, cut.pt; give {run / 'checkpoints' / 'best.pt'}")
@@ -102,6 +107,12 @@ def test_an_exported_model_is_named_where_a_checkpoint_is_meant(run, tmp_path):
         read_path(out)
     what = "it holds only weights, as make export writes them, and no step"
     assert str(caught.value) == f"--start-from {out}: {what}; give another checkpoint or the run's folder"
+
+
+def test_ctrl_c_leaves_nothing(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=KeyboardInterrupt))
+    assert export.main([str(run), str(tmp_path / "out.pt")]) == 128 + signal.SIGINT
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
 @pytest.mark.parametrize("name", ["out.pt", "out.safetensors"])
