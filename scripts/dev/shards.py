@@ -31,6 +31,11 @@ def main(argv: list[str]) -> None:
         for name, number in pack(args.source, args.folder, args.shard_mb * 10**6):
             images += number
             print(f"{args.folder / name}: {number} images", flush=True)
+    except UserError as error:
+        raise UserError(str(error).replace("--data-dir:", "DATA_DIR:", 1)) from None
+    except FileExistsError as error:
+        fix = "let it end, or choose another OUT"
+        raise UserError(f"{error.filename} exists: another make shards writes there; {fix}") from None
     except OSError as error:
         raise UserError(
             f"{error.filename or args.folder}: {error.strerror or error}; nothing is whole: remove "

@@ -240,7 +240,8 @@ def test_the_command_packs_and_refuses(images, tmp_path, capsys, monkeypatch):
     said = f"error: OUT {tmp_path / 'out'} is not empty; remove what it holds, or choose another folder\n"
     assert capsys.readouterr().err == said
     assert shards.main([str(tmp_path / "none"), str(tmp_path / "new")]) == 2
-    assert "imagefolder expects DIR/train/CLASS" in capsys.readouterr().err
+    said = f"error: DATA_DIR: cannot read {tmp_path / 'none' / 'train'} (No such file or directory); imagefolder"
+    assert capsys.readouterr().err.startswith(said)
     assert not (tmp_path / "new").exists()
     (tmp_path / "file").write_text("of the user")
     assert shards.main([str(images), str(tmp_path / "file")]) == 2
@@ -249,3 +250,14 @@ def test_the_command_packs_and_refuses(images, tmp_path, capsys, monkeypatch):
     assert shards.main([str(images), "s3://bucket/images"]) == 2
     assert capsys.readouterr().err.startswith("error: OUT s3://bucket/images is a URL; give a folder, and copy it")
     assert not (tmp_path / "s3:").exists()
+
+
+def test_two_commands_do_not_write_the_same_shards(images, tmp_path, capsys, monkeypatch):
+    """The second finds the folder empty, and then the first one's shard."""
+    first = tmp_path / "out" / "train-000000.tar"
+    first.parent.mkdir()
+    first.write_text("of the first")
+    monkeypatch.setattr(type(tmp_path), "iterdir", lambda folder: iter(()))
+    assert shards.main([str(images), str(first.parent)]) == 2
+    said = f"error: {first} exists: another make shards writes there; let it end, or choose another OUT\n"
+    assert (capsys.readouterr().err, first.read_text()) == (said, "of the first")

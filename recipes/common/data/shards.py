@@ -317,7 +317,7 @@ def pack(source: Path, folder: Path, shard_bytes: int) -> Iterator[tuple[str, in
         numbers = itertools.count()
         while len(rows) < len(samples):
             name, first = f"{half}-{next(numbers):06d}.tar", len(rows)
-            with tarfile.open(folder / name, "w") as tar:
+            with tarfile.open(folder / name, "x") as tar:
                 while len(rows) < len(samples) and tar.offset < shard_bytes:
                     index = order[len(rows)]
                     path, label = samples[index]
