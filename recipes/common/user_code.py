@@ -78,7 +78,7 @@ def import_user_code(flag: str, text: str) -> Callable[..., Any]:
 
     Raises UserError if the module cannot be imported, or has nothing callable of that name.
     """
-    before = torch.get_default_device()
+    before = process_state()
     module_name, name = text.split(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -95,7 +95,7 @@ def import_user_code(flag: str, text: str) -> Callable[..., Any]:
         raise
     except BaseException as error:  # a script without a __main__ guard calls sys.exit(); Rust may panic
         raise refusal(f"{flag} {text}: importing {module_name} failed", error) from error
-    check_default_device(f"{flag} {text}: importing {module_name}", before)
+    check_process_state(f"{flag} {text}: importing {module_name}", before)
     found = getattr(module, name, None)
     if not callable(found):
         what = "is not a function or class" if hasattr(module, name) else "does not exist"
@@ -107,27 +107,39 @@ def import_user_code(flag: str, text: str) -> Callable[..., Any]:
 
 def call_user_code(what: str, function: Callable[..., Any], *values: Any) -> Any:
     """Return the result of a user's function; raises UserError, with the line, if the function raises an error."""
-    before = torch.get_default_device()  # not the CPU where a caller builds on the meta device
+    before = process_state()
     try:
         result = function(*values)
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:
         raise refusal(f"{what} failed", error) from error
-    check_default_device(what, before)
+    check_process_state(what, before)
     return result
 
 
-def check_default_device(what: str, before: torch.device) -> None:
-    """Raise UserError if the default device of new tensors has changed: ranks exchange some of their own."""
+def process_state() -> tuple[str, str]:
+    """Return what the user's code has to leave: the default device of new tensors, and the current folder."""
     try:
-        device = str(torch.get_default_device())
+        device = str(torch.get_default_device())  # not the CPU where a caller builds on the meta device
     except (RuntimeError, AssertionError):  # a GPU without a driver, or with a torch for CPUs
         device = "one that is not there"
-    if device != str(before):
+    try:
+        return device, os.getcwd()
+    except OSError:  # somebody has deleted it
+        return device, ""
+
+
+def check_process_state(what: str, before: tuple[str, str]) -> None:
+    """Raise UserError if process_state() has changed: ranks exchange tensors, and options have relative paths."""
+    device, folder = process_state()
+    if device != before[0]:
         torch.set_default_device(None)  # for what ranks exchange about this error
         fix = "leave torch.set_default_device() out, the recipe moves the data and the model"
         raise UserError(f"{what} sets torch's default device to {device}; {fix}")
+    if folder != before[1]:
+        fix = "leave os.chdir() out, and open files by absolute paths"
+        raise UserError(f"{what} leaves {before[1]}, where paths of options begin, for {folder}; {fix}")
 
 
 def build_user_task(args: Options) -> Task:

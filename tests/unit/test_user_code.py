@@ -427,6 +427,7 @@ def modules(tmp_path, monkeypatch):
         "exits": "import sys\nsys.exit(0)\n",
         "meta": "import torch\ntorch.set_default_device('meta')\n",
         "gpu": "import torch\ntorch.set_default_device('cuda')\n",
+        "moves": "import os\nos.chdir('/')\n",
         "panics": "raise BaseException('at once')\n",
     }
     for name, text in texts.items():
@@ -732,6 +733,7 @@ DOES_NOT_FIT = [
     (("--model", "meta:net"), "--model meta:net: importing meta sets torch's default device to meta; leave torch.set_default_device() out, "),
     (("--model", "gpu:net"), "--model gpu:net: importing gpu sets torch's default device to one that is not there; leave torch.set"),
     (("--model", "mine:on_default"), "--model mine:on_default sets torch's default device to meta; leave torch.set_default_device() out, the"),
+    (("--model", "moves:net"), "--model moves:net: importing moves leaves {folder}, where paths of options begin, for /; leave os.chdir() out"),
     (("--model", "mine:reads"), "JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1) ({folder}/mine.py,"),
     (("--data", "mine:class_3"), "--data mine:class_3: 'train': target 3 is not in 0 to 2; fix it, or \"num_classes\""),
     (("--data", "mine:unlabelled"), "--data mine:unlabelled: 'train': all targets are -100, so none counts; give classes"),
