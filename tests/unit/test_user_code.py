@@ -94,6 +94,12 @@ class NoLength(Noisy):
     def __len__(self):
         return len(self.files)
 
+class Grows(Noisy):
+    length = 12
+    def __len__(self):
+        self.length += 1
+        return self.length - 1
+
 class LongerAt7(Noisy):
     def __getitem__(self, index):
         return torch.zeros(2 + (index == 7)), index % 3
@@ -385,6 +391,7 @@ sparse_samples = lambda: {**noisy(), "test": [(X[0].to_sparse(), 0)]}
 big_endian = lambda: {**noisy(), "train": [(X.numpy()[0].astype(">f4"), 0)]}
 scalars = lambda: {**noisy(), "train": (torch.tensor(1.0), torch.tensor(0))}
 no_length = lambda: {**noisy(), "train": NoLength()}
+grows = lambda: {**noisy(), "train": Grows()}
 longer_at_7 = lambda: {**noisy(), "train": LongerAt7()}
 unlabelled = lambda: {**noisy(), "train": (X, torch.full((12,), -100))}
 class_3 = lambda: {**noisy(), "train": (X, torch.arange(len(X)) % 4)}
@@ -582,6 +589,11 @@ def test_a_sample_unlike_the_others_is_reported_and_replaced(name, labels, said)
 def test_ctrl_c_ends_a_rank_that_reads_the_samples_itself():
     with pytest.raises(KeyboardInterrupt):
         read_bad_sample("interrupts_at_7", 7, 3)
+
+
+def test_the_number_of_samples_stays_what_it_was():
+    data, _ = load("--data", "mine:grows", "--model", "mine:net")
+    assert len({len(data.train) for _ in range(3)}) == 1
 
 
 def test_samples_of_lists_and_numbers_become_tensors():

@@ -58,9 +58,10 @@ class SeededSamples(Dataset[Any]):
     def __init__(self, samples: Any, first: Batch, numbers: Numbers, what: str, seed: int, is_train: bool) -> None:
         self.samples, self.first, self.numbers, self.what = samples, first, numbers, what
         self.seed, self.is_train = seed, is_train
+        self.count = len(samples)  # once: steps and epochs are counted by it
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return self.count
 
     def __getitem__(self, key: tuple[int, int]) -> Sample:
         epoch, index = key
