@@ -40,7 +40,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise UserError(f"--config {path}: {error.strerror or error}") from None
     except UserError as error:
         raise UserError(f"--config {path}: {error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # such as of !!float x, and of 1,000 brackets
         raise UserError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict | None):
         raise UserError(f"--config {path} must hold lines of the form `flag: value`")
@@ -53,9 +53,10 @@ def config_to_argv(path: Path, flags: Sequence[str]) -> list[str]:
     Raises UserError for an unknown option or a value of the wrong type.
     """
     words = []
-    known = [flag.removeprefix("--") for flag in flags if not flag.startswith("--no-")]
+    others = ("--no-", "--config", "--help")
+    known = [flag.removeprefix("--") for flag in flags if not flag.startswith(others)]
     for flag, value in read_config(path).items():
-        if flag not in known or flag in ("config", "help"):
+        if flag not in known:
             nearest = nearest_option(flag, known)
             raise UserError(f"--config {path}: unknown option {flag!r}{nearest}; --help lists all")
         is_switch = f"--no-{flag}" in flags

@@ -298,7 +298,7 @@ class TestConfig:
         ("text", "words"),
         [
             ("epoch: 3", "unknown option 'epoch'; did you mean 'epochs'?; --help lists all"),
-            ("config: other.yaml", "unknown option 'config'"),
+            ("config: other.yaml", "unknown option 'config'; --help lists all"),
             ("help: true", "unknown option 'help'"),
             ("no-download: true", "unknown option 'no-download'"),
             ("3: 4", "unknown option '3'"),
@@ -307,6 +307,8 @@ class TestConfig:
             ("a: [", "is not YAML"),
             ("a: !!python/object/apply:os.getcwd []", "is not YAML"),
             ("!!map [a, b]", "is not YAML"),
+            ("lr: !!float x", "is not YAML: could not convert string to float: 'x'"),
+            ("epochs: " + "[" * 1000, "is not YAML: maximum recursion depth exceeded"),
             ("epochs: [1, 2]", "epochs expects one word or number, got ['1', '2']"),
             ("epochs:", "epochs expects one word or number, got None"),
             ("epochs: true", "epochs expects one word or number, got True"),
