@@ -216,6 +216,7 @@ def train_epochs(job: Job, technique: Technique) -> None:
 
     With --evaluate, only evaluate, once. Raises on all ranks the UserError that one of them reported.
     """
+    job.stop.listen()
     try:
         if job.args.evaluate:
             if (result := evaluate(job, technique)) is not None:

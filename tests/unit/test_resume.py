@@ -23,7 +23,7 @@ from recipes.common.record.record import open_run
 from recipes.common.restore import load_optimizer_state
 from recipes.common.task import Classification
 from recipes.single.train import options
-from tests.support import contents, is_equal, losses, metrics, newest_checkpoint, train, weights
+from tests.support import ROOT, contents, is_equal, losses, metrics, newest_checkpoint, run_command, train, weights
 from tests.tiny import ALONE
 
 EPOCH = 22
@@ -553,6 +553,29 @@ def test_a_signal_in_an_evaluation_ends_it_and_loses_no_step(tmp_path, single):
     lines = single(*argv, "--resume", "auto")
     assert lines[-1].startswith("result recipe=single world_size=1 test_accuracy=")
     assert [line["kind"] for line in metrics(tmp_path / "a")] == [*["step"] * EPOCH, "epoch"]
+
+
+HANDLES_SIGNALS = """
+import signal
+from recipes.common.task import Classification
+
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+class Own(Classification):
+    def loss_sum(self, output, target):
+        if len(target) > 2:
+            signal.raise_signal(signal.SIGTERM)
+        return super().loss_sum(output, target)
+"""
+
+
+def test_a_signal_handler_of_the_users_code_loses_no_step(tmp_path):
+    (tmp_path / "own.py").write_text(HANDLES_SIGNALS)
+    words = ("--task", "own:Own", "--no-tensorboard", "--runs-dir", str(tmp_path), "--name", "a")
+    result = run_command(
+        sys.executable, "-m", "recipes.single.train", *words, check=True, PYTHONPATH=f"{ROOT}:{tmp_path}"
+    )
+    assert f"stopped by SIGTERM: wrote {tmp_path / 'a/checkpoints/step-000000002.pt'}\n" in result.stdout
 
 
 NAN_AT = 40

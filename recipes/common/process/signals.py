@@ -27,6 +27,10 @@ class Stop:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.error: UserError | None = None
+        self.listen()
+
+    def listen(self) -> None:
+        """Take stop signals from now on, also if the user's code has set handlers of its own meanwhile."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._remember)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
