@@ -218,6 +218,10 @@ NOTES = {
         "the script draws random numbers that cannot be held still, so that gradients are not compared",
         "draw them in the data set's __getitem__ from the global generators",
     ),
+    "not-replayed": Cause(
+        "one process draws the samples of a stream in another order, so that gradients are not compared",
+        "use a DataLoader and a data set that is no IterableDataset: its batches can be replayed",
+    ),
     "chaotic": Cause(
         "rounding alone changes the gradient so much that a bug might not show from this step on",
         "use fewer steps, or a lower learning rate",

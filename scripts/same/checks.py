@@ -181,12 +181,14 @@ def check_ranks(run: Run) -> Iterator[Finding]:
 
 def why_not_synchronised(run: Run, i: int) -> str:
     """Return why gradients differ between ranks at step i."""
-    records, first = run.steps[i], run.steps[i][0]
+    records = run.steps[i]
+    # One pass may precede the steps of several optimizers.
+    first = next((ranks[0] for ranks in run.steps[i::-1] if ranks[0]["rows"]), records[0])
     if first["unsynced_forwards"]:
         return "no-sync-always"
     if not first["synced_forwards"]:  # counts passes through DistributedDataParallel
         return "around-ddp" if run.of("wrapped")[0] else "not-synchronised"
-    is_unused = any(record["missing"] != first["missing"] for record in records)
+    is_unused = any(record["missing"] != records[0]["missing"] for record in records)
     return "unused-parameters" if is_unused else "not-synchronised"
 
 
@@ -216,6 +218,8 @@ def check_overlap(run: Run, first: Run) -> Finding | None:
     if is_redundant or not has_one_data_set(run, first) or not any(rows[0] & own for own in rows[1:]):
         return None
     drawn = [epochs_of(run, rank) for rank in range(run.world_size)]
+    if not any(drawn):
+        drawn = [[own] for own in first_epoch_of_stream(run, first)]
     if any(max(epoch.values(), default=0) > 1 for epoch in chain(*drawn, epochs_of(first, 0))):
         return None  # with replacement
     for number, epoch in enumerate(zip(*drawn, strict=False), 1):
@@ -224,15 +228,24 @@ def check_overlap(run: Run, first: Run) -> Finding | None:
     return None
 
 
-def epochs_of(run: Run, rank: int) -> list[Counter[int]]:
+def epochs_of(run: Run, rank: int) -> list[Counter[Any]]:
     """Return how often a rank draws each sample in each epoch, without the epoch's last batch."""
     return [Counter(chain(*batches[:-1])) for batches in run.batches(rank).values()]
+
+
+def first_epoch_of_stream(run: Run, first: Run) -> list[Counter[str]]:
+    """Return the samples of each rank in the first epoch, if one process draws no sample twice in its first."""
+    alone, *ranks = ([*chain(*(step["rows"] for step in own))] for own in (*first.of("step"), *run.of("step")))
+    size = len(set(alone))
+    return [Counter(rows[: size // run.world_size]) for rows in ranks] if size == len({*alone[:size]}) else []
 
 
 def check_order(run: Run, first: Run) -> Finding | None:
     """Return a finding if an epoch repeats an order and the sampler repeats an epoch, or one process does not."""
     epoch = repeated_epoch(run)
-    shuffled = Counter((event["sampler"], event["epoch"]) for event in run.of("shuffled")[0])
+    trained = run.batches(0)
+    events = [event for event in run.of("shuffled")[0] if event["iteration"] in trained]
+    shuffled = Counter((event["sampler"], event["epoch"]) for event in events)
     if epoch and (max(shuffled.values(), default=0) > 1 or not repeated_epoch(first)):
         return Finding("no-set-epoch", f"epoch {epoch}, order: that of epoch {epoch - 1}")
     return None
@@ -304,6 +317,12 @@ def other_batch(run: Run, first: Run) -> str:
     return f"step 1, samples: {own}, and {whole} at 1 process" if own != whole else ""
 
 
+def is_in_other_order(run: Run, first: Run) -> bool:
+    """Return whether ranks draw the samples of one process, each as often, in other steps."""
+    drawn, expected = (sum((one.rows(i) for i in range(len(one.steps))), Counter()) for one in (run, first))
+    return drawn == expected and other_samples(run, first) is not None
+
+
 def name_samples(run: Run, first: Run) -> Finding:
     """Return how the samples of a run differ from those of one process."""
     if batch := other_batch(run, first):
@@ -327,6 +346,8 @@ def check_training(run: Run, reference: Run, rounding: Rounding, is_scaled: bool
     """
     if len(run.steps) != len(reference.steps):
         return Finding("other-steps", f"{len(run.steps)} optimizer steps, {len(reference.steps)} at 1 process")
+    if is_in_other_order(run, reference):
+        return check_rates(run, reference) or replace(name_samples(run, reference), cause="not-replayed")
     for i, (record, expected) in enumerate(pair_steps(run, reference)):
         where = step_name(record, i)
         apart = difference(record["final"], expected["final"])
@@ -344,19 +365,21 @@ def check_training(run: Run, reference: Run, rounding: Rounding, is_scaled: bool
 
 
 def check_rates(run: Run, first: Run) -> Finding | None:
-    """Return a finding if all learning rates are those of one process times a factor, whatever the gradients.
+    """Return a finding if the learning rates of a group are those of one process times a factor at every step.
 
     If the batch depends on the number of processes, the learning rate may, too.
     """
-    rates = [rate for record, _ in pair_steps(run, first) for rate in record["lr"]]
-    right = [rate for _, expected in pair_steps(run, first) for rate in expected["lr"]]
-    if not rates or len(rates) != len(right) or other_batch(run, first):
-        return None
-    c = factor_between(np.array(rates), np.array(right))
-    if not c or abs(c - 1) <= 0.01:
-        return None
-    what = f"all steps, learning rate: {name_factor(c, run.world_size)} that of 1 process"
-    return Finding("learning-rate-scaled", what)
+    rates: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for record, expected in pair_steps(run, first):
+        for group, pair in enumerate(zip(record["lr"], expected["lr"], strict=False)):
+            rates.setdefault((record["optimizer"], group), []).append(pair)
+    for (number, _), pairs in rates.items():
+        c = factor_between(*np.array(pairs).T)
+        if c and abs(c - 1) > 0.01 and not other_batch(run, first):
+            where = "all steps" + f" of optimizer {number + 1}" * bool(number)
+            what = f"{where}, learning rate: {name_factor(c, run.world_size)} that of 1 process"
+            return Finding("learning-rate-scaled", what)
+    return None
 
 
 def explain_gradient(run: Run, reference: Run, i: int, apart: float) -> Finding:
@@ -393,7 +416,7 @@ def explain_shares(records: Sequence[Step]) -> tuple[str, str]:
         return "contrastive", f"a rank's {size} samples are each other's classes"
     for numbers in zip(*(record["averaged"] for record in records), strict=False):  # of each of a step's losses
         if min(numbers) != max(numbers):
-            return "mean-of-means", f"the losses are means over {min(numbers):g} to {max(numbers):g} targets"
+            return "mean-of-means", f"the losses are over {min(numbers):g} to {max(numbers):g} targets"
     if any(record["gathered"] for record in records):
         return "gathered-without-gradient", "all_gather() gets a tensor that requires a gradient"
     return "", ""

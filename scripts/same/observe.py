@@ -44,7 +44,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader, DistributedSampler, _utils, dataloader, get_worker_info
+from torch.utils.data import DataLoader, _utils, dataloader, get_worker_info
 
 SKETCH_SIZE = 61
 Function = Callable[..., Any]
@@ -394,22 +394,26 @@ class Observer:
         return original(*args, **kwargs)
 
     def average(self, original: Function, input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute a loss; note over how many targets, or what sum of class weights, it is a mean in training."""
+        """Compute a loss; note over how many targets, or what sum of class weights, it is a mean in training.
+
+        If it is no mean, note the targets, too: the script may divide by their number.
+        """
         loss = cast(Tensor, original(input, target, *args, **kwargs))
+        # Targets in floating point are chances of each class, which all count.
+        is_noted = loss.requires_grad and not target.is_floating_point()
+        if not is_noted or torch.compiler.is_compiling() or has_no_values(target):
+            return loss
         names = ("weight", "size_average", "ignore_index", "reduce", "reduction")
         given = dict(zip(names, args, strict=False)) | kwargs
         reduction, legacy = given.get("reduction", "mean"), (given.get("size_average"), given.get("reduce"))
         if legacy != (None, None):  # deprecated, and they come before reduction
             reduction = legacy_get_string(*legacy, emit_warning=False)
-        is_mean = loss.requires_grad and not loss.dim() and reduction == "mean"
-        # Targets in floating point are chances of each class, which all count.
-        if is_mean and not (torch.compiler.is_compiling() or target.is_floating_point() or has_no_values(target)):
-            classes, weight = target[target != given.get("ignore_index", -100)], given.get("weight")
-            total = len(classes) if weight is None else weight[classes].sum().item()
-            self.record["averaged"].append(total)
-            size = target.numel()
-            if input.shape == (size, size) and target.tolist() == [*range(size)]:
-                self.record["contrasted"] = size  # each sample's class is itself, as in CLIP
+        classes, weight = target[target != given.get("ignore_index", -100)], given.get("weight")
+        is_weighted = weight is not None and reduction == "mean"
+        self.record["averaged"].append(weight[classes].sum().item() if is_weighted else len(classes))
+        size = target.numel()
+        if reduction == "mean" and input.shape == (size, size) and target.tolist() == [*range(size)]:
+            self.record["contrasted"] = size  # each sample's class is itself, as in CLIP
         return loss
 
     def drop_nothing(
@@ -427,12 +431,6 @@ class Observer:
         return original(**given | {"dropout_p": 0.0})
 
     # Data
-
-    def note_epoch(self, original: Function, sampler: DistributedSampler[Any]) -> Any:
-        """Record an epoch of a DistributedSampler that shuffles."""
-        if sampler.shuffle:
-            self.write("shuffled", sampler=id(sampler), epoch=sampler.epoch)
-        return original(sampler)
 
     def draw_batches(self, original: Function, loader: DataLoader[Any]) -> Any:
         """Return a loader's batch sampler, wrapped to record its batches if the data set is map-style."""
@@ -479,6 +477,11 @@ class Batches:
         iteration = observer.iterations
         observer.iterations += 1
         self.sizes.clear()
+        part = self.sampler
+        while part is not None:  # such as a BatchSampler of a DistributedSampler
+            if hasattr(part, "set_epoch") and hasattr(part, "epoch") and getattr(part, "shuffle", True):
+                observer.write("shuffled", sampler=id(part), epoch=part.epoch, iteration=iteration)
+            part = getattr(part, "batch_sampler", getattr(part, "sampler", None))
         for batch in observer.replay.get(str(iteration), self.sampler):
             try:
                 indices = [int(index) for index in batch]
@@ -542,7 +545,6 @@ def install(observer: Observer) -> None:
     for name in DROPOUTS:
         patch(functional, name, observer.drop_nothing)
     patch(functional, "scaled_dot_product_attention", observer.attend)
-    patch(DistributedSampler, "__iter__", observer.note_epoch)
     batch_sampler = DataLoader._index_sampler.fget  # type: ignore[attr-defined]
     DataLoader._index_sampler = property(functools.partial(observer.draw_batches, batch_sampler))  # type: ignore
     patch(dataloader._BaseDataLoaderIter, "__next__", observer.next_batch)

@@ -8,6 +8,7 @@ RIGHT = Path(__file__).with_name("right.py")
 RESUME = ("--resume", "auto")
 
 LOSS = "(ddp(points), labels) /"
+SUM_OF_RANK = "(ddp(points), labels.where(points[:, 0] > 0, -100), reduction='sum') / sum(points[:, 0] > 0) /"
 WRAPPED = "ddp = DistributedDataParallel(model)\n"
 EXTRA = f"model.extra = nn.Parameter(torch.zeros(3))\n{WRAPPED[:-1]} if world_size > 1 else model\n"
 CONTRAST = "points[:, :4].T, torch.arange(len(points)))"
@@ -34,8 +35,25 @@ ACCUMULATE = {'"--accumulate", type=int, default=1': '"--accumulate", type=int, 
 SEED, SEED_BY_RANK = "torch.manual_seed(0)\n", "torch.manual_seed(100 + rank)\n"
 RATE = "lr=0.1,"
 SAMPLER = "sampler = DistributedSampler(train)\n"
+NO_EPOCH = {"    sampler.set_epoch(epoch)\n": ""}
+OWN_SAMPLER = """class Own(DistributedSampler):
+    def __iter__(self):
+        return iter(torch.randperm(48, generator=torch.Generator().manual_seed(self.epoch))[rank::world_size])
+
+
+sampler = Own(train)
+"""
 DROPPING = "DistributedSampler(train, shuffle=False, drop_last=True)"
 LOADER = "loader = DataLoader(train, args.batch_size // args.accumulate, sampler=sampler)\n"
+STREAM = """class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        order = torch.randperm(48, generator=torch.Generator().manual_seed(epoch)).tolist()
+        return iter([train[index] for index in order[rank::world_size]])
+
+
+train.noise = 0.0
+loader = DataLoader(Stream(), args.batch_size // args.accumulate)
+"""
 WORKERS = {"sampler=sampler)": "sampler=sampler, num_workers=1)"}
 SHARES = """shares = [b.tensor_split(world_size)[rank].tolist() for b in torch.arange(51).split(12)]
 loader = DataLoader(train, batch_sampler=shares)
@@ -66,12 +84,14 @@ BUGS = {
         "loss multiplied by it": {LOSS: LOSS.replace("/", "* world_size /")},
         "gradients summed, not averaged": {**UNWRAPPED, STEP: SUM_BY_HAND + STEP},
         "gradients summed in the optimizer's step": {**UNWRAPPED, SGD: EXCHANGING.replace(" / world_size", "")}},
-    "no-set-epoch": {"no set_epoch": {"    sampler.set_epoch(epoch)\n": ""}},
+    "no-set-epoch": {"no set_epoch": NO_EPOCH,
+        "no set_epoch of an own sampler": {**NO_EPOCH, SAMPLER: OWN_SAMPLER}},
     "padded-evaluation": {"padded evaluation": {SHARE: PADDED}},
     "one-rank-evaluation": {"evaluation of one rank": {REDUCE: ""}},
     "mean-of-means": {"evaluation by the mean of means": {REDUCE: MEANS + REDUCE},
         "mean of unequal shares": {"Points(48,": "Points(51,", LOADER: SHARES},
         "mean over the targets of a rank": {LOSS: LOSS.replace("labels", "labels.where(points[:, 0] > -1, -100)")},
+        "sum divided by the rank's targets": {LOSS: SUM_OF_RANK},
         "mean by class weights": {LOSS: LOSS.replace("labels", "labels, torch.arange(1.0, 5.0)")}},
     "contrastive": {"contrast within a rank": {LOSS: f"(ddp(points) @ {CONTRAST} /"}},
     "gathered-without-gradient": {
@@ -99,6 +119,7 @@ BUGS = {
     "not-sharded": {
         "not sharded": {LOADER: LOADER.replace("sampler=", "shuffle=True, generator=torch.Generator())  # ")},
         "sampler seeded by rank": {SAMPLER: SAMPLER.replace(")", ", seed=rank)")},
+        "a stream shuffled by each rank": {LOADER: STREAM.replace("(epoch)", "(epoch + 9 * rank)")},
         "shuffled by each rank": {LOADER: LOADER.replace("sampler=", "shuffle=True)  # ")},
     },
     "other-steps": {"step on one rank": {STEP: STEP.replace("optimizer", "rank == 0 and optimizer")}},
@@ -148,6 +169,9 @@ LISTED = """class Listed(nn.Sequential):
 model = Listed("""
 NO_BUGS = {
     "accumulation": ACCUMULATE,
+    "a stream whose order depends on the number of processes": {
+        LOADER: STREAM.replace("[rank::world_size]", "[rank * 48 // world_size : (rank + 1) * 48 // world_size]")
+    },
     "a list of samples, as for detection": {
         "model = nn.Sequential(": LISTED,
         "ddp(points)": "ddp([*points])",

@@ -300,14 +300,16 @@ def test_the_documentation_says_what_is_quoted(name):
     ("given", "averaged"),
     [
         ({}, [2]),
-        ({"reduction": "sum"}, []),
-        ({"size_average": False}, []),
-        ({"reduce": False}, []),
+        ({"weight": torch.ones(4) / 2}, [1]),
+        ({"reduction": "sum"}, [2]),  # a script may divide it by them
+        ({"reduction": "none"}, [2]),
+        ({"size_average": False, "weight": torch.ones(4) / 2}, [2]),
+        ({"reduce": False}, [2]),
         ({"size_average": True, "reduction": "sum"}, [2]),
         ({"reduce": True, "reduction": "sum"}, [2]),
     ],
 )
-def test_only_a_loss_that_is_a_mean_is_noted_as_one(tmp_path, given, averaged):
+def test_over_how_many_targets_a_loss_is_is_noted(tmp_path, given, averaged):
     observer = observe.Observer(tmp_path, 0)
     output, target = torch.zeros(3, 4, requires_grad=True), torch.tensor([1, -100, 2])
     observer.average(torch.nn.functional.cross_entropy, output, target, **given)
@@ -464,6 +466,9 @@ def test_samples_and_rates_are_compared_whatever_a_step_draws():
     rounding = Rounding(first, first)
     found = [one.cause for one in compare_runs(wide, first, None, rounding, is_divided=True)]
     assert found == ["batch-not-divided", "uncontrolled"]
+    alternating = [with_fields(record(n, GRADIENTS, **draws), 1, optimizer=[1] * n) for n in (1, 2)]
+    with_fields(alternating[1], 1, lr=([0.2], [0.2]))  # the only step of the second optimizer, as of a GAN's
+    assert causes(*reversed(alternating))[0] == ("learning-rate-scaled", "all steps of optimizer 2, learning rate")
     own_rates = with_fields(record(2, disturb(0.1), **draws), 1, lr=([0.2], [0.2]))  # as by a loss that is drawn
     assert causes(own_rates, first) == [("uncontrolled", "step 1, random numbers")]
 
@@ -488,6 +493,15 @@ def test_a_gather_of_what_requires_a_gradient_is_noted(tmp_path):
     assert not observer.record["gathered"]
     observer.count_collective(all_gather, [], tensor=output)
     assert observer.record["gathered"]
+
+
+def test_a_pass_before_the_steps_of_several_optimizers_is_that_of_all():
+    """As of a network and its sparse embedding, if DistributedDataParallel is told to leave out the latter."""
+    run = record(2, GRADIENTS, synced_forwards=1, unsynced_forwards=0)
+    for own in with_fields(run, 1, final=(GRADIENTS[1], GRADIENTS[2])).steps[1]:
+        own.update(rows=[], synced_forwards=0, optimizer=1)
+    run.events[0][:0] = [{"event": "wrapped"}]
+    assert causes(run)[0] == ("not-synchronised", "step 2 (optimizer 2), gradient")
 
 
 def test_a_gradient_that_is_always_zero_is_noted():
@@ -853,8 +867,9 @@ def test_rates_and_orders_are_compared_where_ranks_hold_parts_of_the_model():
     repeated = with_fields(record(2, GRADIENTS, shapes=2), 1, iteration=(1, 1))
     order = [3, 1, 0, 2, 7, 5, 4, 6]
     for lines in repeated.events:
-        lines += [{"event": "shuffled", "sampler": 1, "epoch": 0}] * 2
-        lines += [{"event": "batch", "iteration": i, "indices": order, "size": 8} for i in (-1, 1)]
+        for i in (-1, 1):
+            lines.append({"event": "shuffled", "sampler": 1, "epoch": 0, "iteration": i})
+            lines.append({"event": "batch", "iteration": i, "indices": order, "size": 8})
     assert causes(repeated, record(1, GRADIENTS))[1:] == [("no-set-epoch", "epoch 2, order")]
 
 
@@ -863,8 +878,10 @@ def test_gradients_that_are_not_compared_are_not_said_to_differ(tmp_path):
     session = Session(parse_args([str(tmp_path / "train.py")]), tmp_path, largest=1.0, measured=1e-7)
     session.runs = [record(1, GRADIENTS)]
     assert "gradients differ" in "\n".join(session.verdict())
-    session.findings = [(2, Finding("uncontrolled", "step 1, random numbers"))]
-    assert "gradients differ" not in "\n".join(session.verdict())
+    for cause in ("uncontrolled", "not-replayed"):
+        session.findings = [(2, Finding(cause, "step 1"))]
+        assert session.verdict()[0].startswith("no difference found, but not all was compared")
+        assert "gradients differ" not in "\n".join(session.verdict())
 
 
 def test_samples_of_other_content_are_not_called_dropped():
@@ -916,6 +933,25 @@ def test_batches_are_joined_by_epoch_if_rank_0_alone_evaluates():
     assert Run(2, [0, 0], events).joint_batches() == {0: [[0, 10]], 2: [[2, 11]]}
 
 
+def test_the_epoch_of_a_sampler_of_any_class_is_recorded(tmp_path):
+    """As of one that repeats each sample, or that wraps another one; those of an evaluation do not shuffle."""
+
+    class Repeated(torch.utils.data.Sampler):
+        epoch, shuffle = 0, True
+
+        def __iter__(self):
+            return iter([2, 1, 2, 1])
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+    observer, sampler = observe.Observer(tmp_path, 0), Repeated()
+    for sampler.epoch, sampler.shuffle in ((0, True), (0, True), (3, True), (4, False)):
+        [*observe.Batches(torch.utils.data.BatchSampler(sampler, 2, False), observer, 4)]
+    events = load(tmp_path, 1, [0]).of("shuffled")[0]
+    assert [(one["epoch"], one["iteration"]) for one in events] == [(0, 0), (0, 1), (3, 2)]
+
+
 def with_batches(run, *ranks):
     """Return a run in which these indices, by rank, batch and sample, were drawn in one epoch of 12 samples."""
     for records, lines, batches in zip(zip(*run.steps, strict=True), run.events, ranks, strict=True):
@@ -940,6 +976,27 @@ def test_ranks_that_draw_the_same_samples_before_the_last_batch_are_not_sharded(
         records[1]["rows"] = ["0", "1"]
     shared = Finding("not-sharded", "epoch 1, samples: ranks share 1")
     assert (shared in findings(run, first)) == is_found
+
+
+@pytest.mark.parametrize(
+    ("epochs", "found"),
+    [
+        ((range(12), range(12, 24)), "not-replayed"),
+        ((range(12), range(6, 18)), "not-sharded"),
+    ],
+)
+def test_samples_of_a_stream_may_come_in_another_order(epochs, found):
+    """A data set that is none by index: one process draws its 24 samples twice, and ranks in another order."""
+    first, run = record(1, GRADIENTS), record(2, disturb(0.1))
+    for i, (alone, ranks) in enumerate(zip(first.steps, run.steps, strict=True)):
+        alone[0]["rows"] = [f"{(12 * i + k) % 24}" for k in range(12)]
+        for own, epoch in zip(ranks, epochs, strict=True):
+            own["rows"] = [f"{([*epoch] * 2)[6 * i + k]}" for k in range(6)]
+    assert [one.cause for one in findings(run, first)] == [found]
+    for own in [own for ranks in run.steps for own in ranks]:
+        own["lr"] = [0.3]
+    scaled = "learning-rate-scaled" if found == "not-replayed" else found
+    assert [one.cause for one in findings(run, first)] == [scaled]
 
 
 def test_ranks_that_draw_the_whole_batch_or_from_their_own_data_share_no_samples():
