@@ -181,7 +181,7 @@ CAUSES = {
     "unknown": Cause(
         "none of the known causes fits",
         "compare what enters the quantity named above at 1 process and at more, such as a count of the rank's own "
-        "targets or boxes by which a loss is divided, or a value that depends on the rank's whole batch",
+        "targets or boxes by which a loss is divided, or statistics or pairs of the samples of the rank's batch",
     ),
     "many-steps": Cause(
         "the steps before it are the same; over so many, rounding errors alone may grow to this",

@@ -409,8 +409,8 @@ class Observer:
         if legacy != (None, None):  # deprecated, and they come before reduction
             reduction = legacy_get_string(*legacy, emit_warning=False)
         classes, weight = target[target != given.get("ignore_index", -100)], given.get("weight")
-        is_weighted = weight is not None and reduction == "mean"
-        self.record["averaged"].append(weight[classes].sum().item() if is_weighted else len(classes))
+        weights = None if weight is None or reduction != "mean" else weight[classes]
+        self.record["averaged"].append(len(classes) if weights is None else weights.sum().item())
         size = target.numel()
         if reduction == "mean" and input.shape == (size, size) and target.tolist() == [*range(size)]:
             self.record["contrasted"] = size  # each sample's class is itself, as in CLIP
