@@ -157,7 +157,8 @@ def test_batches_without_values_are_left_out(tmp_path):
         ('{"loss": 1.5, "val_accuracy": true, "test_loss": null, "train_loss": "n/a"}', {"loss": [1.5]}),
         ("[3/5] Loss_D: 0.5\tLoss_G: 1.25\tD(x): 0.4", {"loss_d": [0.5], "loss_g": [1.25]}),
         ("loss_classifier: 0.3 (0.4)  loss_box_reg: 0.1", {"loss_classifier": [0.3], "loss_box_reg": [0.1]}),
-        ("saved model_loss_0.25.pt with loss_scale 65536", {}),
+        ("\t Train loss/train/total: 1.5", {"train_loss_train_total": [1.5]}),  # MosaicML Composer
+        ("saved model_loss_0.25.pt with loss_scale 65536 loss/scale: 65536", {}),
         ("result recipe=ddp world_size=2 samples_per_s=12", {}),
         ("lossless compression 3", {}),
         # PyTorch Ignite's examples
