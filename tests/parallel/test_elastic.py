@@ -142,7 +142,7 @@ def test_plain_torchrun_restarts_its_ranks_too(tmp_path):
     start = (".venv/bin/torchrun", "--nproc-per-node=2", "--max-restarts=1", f"--master-port={free_port()}")
     job = Command(*start, "-m", "recipes.ddp.train", *words, SLOW_UNTIL=str(tmp_path / "end"))
     job.wait_for_step(tmp_path / "e", 30)
-    hung = job.processes("python -u -m recipes.ddp.train")[-1]
+    hung = job.processes(" -u -m recipes.ddp.train")[-1]
     hung.suspend()
     wait_until(lambda: "does not answer" in job.text, TIMEOUT_S, lambda: job.text)
     hung.kill()
