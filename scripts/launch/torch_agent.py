@@ -276,14 +276,14 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
         agent.notes = Notes(PrefixStore(f"{job}/agents", store), node.nnodes)
         agent.store, agent.own_keys = (store if node.node_rank == 0 else None), f"{job}/"
         result = agent.run()
-        left: dict[int, Failure] = {}
+        left = agent.ranks_that_left() | agent.ranks_that_left_elsewhere() if result.is_failed() else {}
+        status = node_status(failures_of(result) | left)
         if result.is_failed():
-            left = agent.ranks_that_left() | agent.ranks_that_left_elsewhere()
             agent.release_others()
         del store  # on node 0 it is the server for all nodes
+        return status
     except DistError as error:
         raise MissingNodeError(
             f"node {node.node_rank} waited for {node.nnodes} nodes at {node.master_addr}:{node.master_port}, "
             f"at most {node.rdzv_timeout_s} s for each: {str(error).strip().splitlines()[0]}"
         ) from None
-    return node_status(failures_of(result) | left)
