@@ -42,6 +42,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousInfo,
     RendezvousTimeoutError,
+    api,
     dynamic_rendezvous,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -56,6 +57,7 @@ from recipes.common.process.parent import end_with_launcher
 from recipes.common.process.rendezvous_errors import MissingNodeError, MissingStoreError
 from scripts.launch import rank_processes, rejoin, script, torch_agent
 from scripts.launch.command import command
+from scripts.launch.local import free_port
 from scripts.launch.rank_processes import (
     SAVING,
     STOPPED_BY,
@@ -518,6 +520,7 @@ class Agent(torch_agent.Agent):
 
 NEEDED = (
     (LocalElasticAgent, ("_start_workers", "_monitor_workers", "_stop_workers", "_exit_barrier")),
+    (api, ("get_free_port",)),
     (dynamic_rendezvous, ("datetime", "get_method_name", "_RendezvousExitOp")),
     (dynamic_rendezvous._BackendRendezvousStateHolder, ("_last_sync_time",)),
     (DynamicRendezvousHandler, ("from_backend", "next_rendezvous", "num_nodes_waiting", "_stop_heartbeats")),
@@ -538,9 +541,11 @@ def install() -> None:
     dynamic_rendezvous.datetime = JobClock  # type: ignore[misc]
     # torch records each heartbeat with its caller's name, read from source files: a stalled disk would delay it.
     dynamic_rendezvous.get_method_name = lambda depth=2: ""
+    # For each round, the node of rank 0 chooses a port, and holds it: it could be taken before rank 0 listens.
+    api.get_free_port = partial(free_port, ports=(0,))
     # Otherwise nodes that survive the loss of rank 0's node would keep the address of its store.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ["PORT_IS_CHOSEN"] = "1"  # torch chooses a port for each round
+    os.environ["PORT_IS_CHOSEN"] = "1"
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from node ranks, without an exchange
 
 

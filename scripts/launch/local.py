@@ -118,19 +118,20 @@ def share_out(gpus: list[str], nodes: int) -> list[list[str]]:
     return [gpus[node * share : (node + 1) * share] for node in range(nodes)]
 
 
-def free_port(address: str = "") -> int:
+def free_port(address: str = "", ports: Sequence[int] = _PORTS) -> int:
     """Return a TCP port of an address ("": all) on which nobody listens now, a different one each time.
 
-    It lies below the ephemeral ports, which a system gives to outgoing connections and to callers that ask for any
-    port: another process could take one of those before rank 0 listens. On Linux this process holds the last 64
-    ports, so that no other call returns them; a listener that sets SO_REUSEADDR can still use them.
+    By default it lies below the ephemeral ports, which a system gives to outgoing connections and to callers that
+    ask for any port (as (0,) does here): another process could take one of those before rank 0 listens. On Linux
+    this process holds the last 64 ports, so that no other gets them; a listener that sets SO_REUSEADDR can still
+    use them.
     """
-    for offset in itertools.islice(_offsets, len(_PORTS)):
-        port = _PORTS[offset % len(_PORTS)]
+    for offset in itertools.islice(_offsets, len(ports)):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         probe = socket.socket(family)
         with contextlib.suppress(OSError):
-            probe.bind((address, port))
+            probe.bind((address, ports[offset % len(ports)]))
+            port: int = probe.getsockname()[1]
             if sys.platform == "linux":
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after bind(): that was exclusive
                 _held.append(probe)
@@ -138,7 +139,7 @@ def free_port(address: str = "") -> int:
                 probe.close()
             return port
         probe.close()
-    raise UserError(f"no port is free from {_PORTS[0]} to {_PORTS[-1]}; free some (ss -tlnp lists their users)")
+    raise UserError(f"no port is free from {ports[0]} to {ports[-1]}; free some (ss -tlnp lists their users)")
 
 
 def threads_per_process(nodes: int, processes: int) -> str:

@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    api,
     dynamic_rendezvous,
 )
 
@@ -89,8 +90,9 @@ def store(monkeypatch):
         monkeypatch.setattr(elastic, name, 0.2)
     delay = dynamic_rendezvous._delay
     monkeypatch.setattr(dynamic_rendezvous, "_delay", lambda seconds: delay(0.02))
-    for name in ("datetime", "get_method_name"):  # install() changes them, so undo that after the test
-        monkeypatch.setattr(dynamic_rendezvous, name, getattr(dynamic_rendezvous, name))
+    replaced = [(dynamic_rendezvous, "datetime"), (dynamic_rendezvous, "get_method_name"), (api, "get_free_port")]
+    for module, name in replaced:  # install() changes them, so undo that after the test
+        monkeypatch.setattr(module, name, getattr(module, name))
     for name in ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_ELASTIC_WORKER_IDENTICAL", "PORT_IS_CHOSEN"):
         monkeypatch.setenv(name, "")
     elastic.install()
@@ -125,7 +127,9 @@ def join(*handlers):
         infos = list(pool.map(lambda handler: handler.next_rendezvous(), handlers))
     [size] = {info.world_size for info in infos}
     [port] = {info.bootstrap_store_info.master_port for info in infos}
-    assert port > 0
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("", port))  # it is held until rank 0 listens there
+    socket.create_server(("", port)).close()
     return sorted(info.rank for info in infos), size
 
 
