@@ -113,9 +113,7 @@ def test_a_stop_before_the_first_process_listens_reaches_its_node(tmp_path, monk
     monkeypatch.setenv("STOPPED_STATUS", "143")
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # as scripts/launch.sh does
     signal.raise_signal(signal.SIGTERM)
-    begun = time.monotonic()
     assert stopped_status.main(["ddp"]) == 128 + signal.SIGTERM
-    assert time.monotonic() - begun < 30
 
 
 def test_the_stop_of_a_node_is_told_beside_the_run(tmp_path, monkeypatch):
