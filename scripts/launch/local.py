@@ -118,7 +118,7 @@ def share_out(gpus: list[str], nodes: int) -> list[list[str]]:
     return [gpus[node * share : (node + 1) * share] for node in range(nodes)]
 
 
-def free_port(address: str = "", ports: Sequence[int] = _PORTS) -> int:
+def free_port(address: str = "", ports: Sequence[int] = ()) -> int:
     """Return a TCP port of an address ("": all) on which nobody listens now, a different one each time.
 
     By default it lies below the ephemeral ports, which a system gives to outgoing connections and to callers that
@@ -126,6 +126,7 @@ def free_port(address: str = "", ports: Sequence[int] = _PORTS) -> int:
     this process holds the last 64 ports, so that no other gets them; a listener that sets SO_REUSEADDR can still
     use them.
     """
+    ports = ports or _PORTS
     for offset in itertools.islice(_offsets, len(ports)):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         probe = socket.socket(family)
