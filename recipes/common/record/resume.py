@@ -136,12 +136,22 @@ def _checkpoints_in(folder: Path) -> Path:
     return folder / "checkpoints" if "checkpoints" in names_in(folder) else folder
 
 
+def _published_in(path: Path) -> Path:
+    """Return the file of the weights in a folder of Hugging Face's; the path itself if it is none."""
+    try:
+        names = names_in(path)
+    except NotADirectoryError:
+        return path
+    files = [] if "checkpoints" in names else ["model.safetensors", "model.safetensors.index.json"]
+    return next((path / name for name in files if name in names), path)
+
+
 def read_weights(path: Path, check: ShardCheck | None) -> tuple[Path, Content]:
     """Return the file of the weights at a path, and as `model` of the content its state dict, on the CPU.
 
-    The path is of a state dict, alone or in a dict as `model` or `state_dict`; of safetensors or their index; of a
-    checkpoint; or of a run, of which the best checkpoint is read, else the newest good one. `check`: as for
-    read_checkpoint().
+    The path is of a state dict, alone or in a dict as `model` or `state_dict`; of safetensors, their index, or the
+    folder that Hugging Face's save_pretrained() writes; of a checkpoint; or of a run, of which the best checkpoint
+    is read, else the newest good one. `check`: as for read_checkpoint().
 
     Raises:
         UserError: the file holds no weights, or not weights alone; or as read_path().
@@ -149,6 +159,7 @@ def read_weights(path: Path, check: ShardCheck | None) -> tuple[Path, Content]:
     """
     fix = "give a file of torch.save(model.state_dict()), safetensors, a checkpoint, or a run's folder"
     content: Any = {"format": FORMAT}
+    path = _published_in(path)
     try:
         if path.name.endswith((".safetensors", ".safetensors.index.json")):
             from recipes.common.checkpoint.safetensors_files import read_safetensors
