@@ -13,6 +13,7 @@ import typing
 from types import SimpleNamespace
 
 import pytest
+from packaging.markers import Marker
 
 from tests.conftest import pytest_configure
 from tests.support import ROOT
@@ -335,11 +336,27 @@ def test_every_wait_for_other_ranks_is_watched(path):
     assert list(unwatched_waits(ast.parse(path.read_text()))) == []
 
 
+MACHINES = [
+    {"sys_platform": system, "platform_machine": machine, "python_full_version": f"{python}.0"}
+    for system in ("linux", "darwin", "win32")
+    for machine in ("x86_64", "aarch64", "arm64", "AMD64", "riscv64")
+    for python in ("3.11", "3.12", "3.13", "3.14")
+]
+
+
 def locked(name):
-    """Return the packages of a list in requirements/, each with its version, markers and hashes."""
+    """Return the packages of a list in requirements/, each with its version, its hashes and who needs it.
+
+    uv writes a marker in several ways, so that it is compared by the machines for which it holds.
+    """
     lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
-    text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
-    return {entry.split("==")[0]: entry for entry in re.split(r"\n(?=\S)", text)}
+    packages = {}
+    for entry in re.split(r"\n(?=\S)", "\n".join(line for line in lines if not line.lstrip().startswith("#"))):
+        head, *hashes = entry.split(" \\\n")
+        package, _, marker = head.partition(" ; ")
+        needed = [not marker or Marker(marker).evaluate(machine) for machine in MACHINES]
+        packages[package.split("==")[0]] = package, needed, hashes
+    return packages
 
 
 @pytest.mark.parametrize("name", ["dev", "bench"])
