@@ -30,7 +30,7 @@ from tests.support import (
     weights,
 )
 
-MINE, SUMS, SPLIT, DIVIDED, _, OWN_TASK, OWN_OPTIMIZER = re.findall(
+MINE, SUMS, SPLIT, DIVIDED, OWN_TASK, OWN_OPTIMIZER = re.findall(
     r"```python\n(.*?)```", (ROOT / "docs/your-model.md").read_text(), re.DOTALL
 )
 SAME = {

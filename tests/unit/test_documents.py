@@ -35,7 +35,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.MULTILINE)
 RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
 
-OTHERS_COMMANDS = "pip|docker|kubectl|helm|kind|git|uv|sbatch|srun|scancel"
+OTHERS_COMMANDS = r"pip|docker|kubectl|helm|kind|git|uv|sbatch|srun|scancel|\.venv/bin/hf"
 OTHERS_FLAGS = {
     *("--max-restarts", "--master-addr", "--master-port", "--gloo", "--check-build"),  # torchrun, horovodrun
     *("--array", "--container-image", "--exclusive", "--export", "--gres", "--hint"),  # Slurm

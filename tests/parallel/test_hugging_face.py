@@ -1,0 +1,137 @@
+"""docs/hugging-face.md: its modules train small models, laid out like published ones, in several recipes."""
+
+import functools
+import importlib
+import json
+import os
+import re
+import shutil
+import sys
+
+import pytest
+import torch
+import transformers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+from scripts.dev import export
+from tests.conftest import slow
+from tests.support import ROOT, largest_difference, losses, train, weights
+
+CHAT, LORA, VIT, SPLIT = re.findall(r"```python\n(.*?)```", (ROOT / "docs/hugging-face.md").read_text(), re.DOTALL)
+CHARACTERS = "0123456789+= "
+OPTIONS = ("--optimizer", "adamw", "--lr", "1e-3", "--max-steps", "8", "--global-batch-size", "12")
+ANSWERS = ("--data", "chat:answers", *OPTIONS)
+WEIGHTS = ("--weights", "Qwen3-0.6B")
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a folder with the page's modules, and models and data of the names that they have there."""
+    folder = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    vocabulary = {character: number for number, character in enumerate(CHARACTERS)} | {"<end>": 13}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    language = {**SMALL, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 16, "num_hidden_layers": 2}
+    config = transformers.Qwen3Config(**language, tie_word_embeddings=True)
+    model = transformers.Qwen3ForCausalLM(config).bfloat16()
+    model.save_pretrained(folder / "Qwen3-0.6B", max_shard_size="20KB")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(
+        folder / "Qwen3-0.6B"
+    )
+    image = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 7, "num_hidden_layers": 2}
+    model = transformers.ViTForImageClassification(transformers.ViTConfig(**SMALL, **image))
+    model.save_pretrained(folder / "vit-base-patch16-224")
+    lines = [{"prompt": f"{n} + 25 =", "answer": f" {n + 25}"} for n in range(200)]
+    (folder / "answers.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (folder / "chat.py").write_text((CHAT + LORA + SPLIT).replace('"Qwen3-0.6B", 256', '"Qwen3-0.6B", 16'))
+    (folder / "images.py").write_text(VIT)
+    return folder
+
+
+def start_in(folder):
+    """Let a rank start in a folder, and import modules from there."""
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+
+
+@pytest.fixture(scope="module")
+def run(folder):
+    """Return a function that trains, once for the same arguments, and returns the run's folder."""
+    return functools.cache(
+        lambda recipe, world_size, *argv: train(
+            recipe, folder / str(abs(hash(argv))), world_size, *argv, setup=functools.partial(start_in, folder)
+        )
+    )
+
+
+def assert_same(ours, expected):
+    assert losses(ours) == pytest.approx(losses(expected), rel=1e-5)
+    assert largest_difference(weights(ours), weights(expected)) < 1e-4
+
+
+EVERY = {"horovod": ("--compression", "none"), "apex": ("--opt-level", "O0")}
+
+
+@pytest.mark.parametrize("recipe", ["fsdp", *slow("ddp", "spawn", "horovod", "apex", "scratch", "dataparallel")])
+def test_a_language_model_has_one_curve(run, recipe):
+    tuned = ("--model", "chat:net", *WEIGHTS)
+    expected = run("single", 1, *ANSWERS, *tuned)
+    ours = run(recipe, 1 if recipe == "dataparallel" else 2, *ANSWERS, *tuned, *EVERY.get(recipe, ()))
+    assert_same(ours, expected)
+    assert {value.dtype for value in weights(ours).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"), slow(("tensor", ()), ("context", ()), ("fsdp", ("--activation-checkpointing",)))
+)
+def test_the_split_model_has_the_curve_of_the_whole_one(run, recipe, options):
+    expected = run("single", 1, *ANSWERS, "--model", "chat:net", *WEIGHTS)
+    assert_same(run(recipe, 2, *ANSWERS, "--model", "chat:split", *WEIGHTS, *options), expected)
+
+
+@pytest.mark.parametrize("recipe", slow("ddp", "fsdp"))
+def test_lora_trains_its_matrices_alone(run, recipe):
+    expected = run("single", 1, *ANSWERS, "--model", "chat:lora", "--lr", "0.01")
+    assert_same(run(recipe, 2, *ANSWERS, "--model", "chat:lora", "--lr", "0.01"), expected)
+    initial = weights(run("single", 1, *ANSWERS, "--model", "chat:net", *WEIGHTS, "--lr", "1e-12"))
+    moved = {name for name, value in weights(expected).items() if "lora_B" in name and value.any()}
+    assert len(moved) == 14  # seven linear layers of each of the two blocks
+    name = "model.layers.0.mlp.up_proj.{}weight"
+    frozen = weights(expected)[f"base_model.model.{name.format('base_layer.')}"]
+    torch.testing.assert_close(frozen, initial[name.format("")], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("recipe", slow("ddp"))
+def test_a_model_of_images_gets_a_new_head(run, recipe):
+    options = ("--model", "images:vit", "--weights", "vit-base-patch16-224", *OPTIONS)
+    expected = run("single", 1, *options)
+    assert_same(run(recipe, 2, *options), expected)
+    output = "".join(path.read_text() for path in (expected.parent / "output-single-1").iterdir())
+    assert "of another shape: classifier.weight, classifier.bias" in output
+
+
+def test_from_pretrained_loads_what_is_exported(run, folder):
+    ours = run("single", 1, *ANSWERS, "--model", "chat:net", *WEIGHTS)
+    shutil.copytree(folder / "Qwen3-0.6B", folder / "tuned")
+    for path in folder.glob("tuned/*.safetensors*"):
+        path.unlink()
+    assert export.main([str(ours), str(folder / "tuned" / "model.safetensors")]) == 0
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "tuned", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values())
+    assert largest_difference(model.state_dict(), weights(ours)) == 0
+
+
+def test_answers_count_and_prompts_do_not(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    inputs, targets = importlib.import_module("chat").answers()["train"]
+    tokens = transformers.AutoTokenizer.from_pretrained("Qwen3-0.6B").convert_ids_to_tokens
+    row = 7 - 1  # the first of 20 lines is for the test
+    assert "".join(tokens(inputs[row])) == "7 + 25 = 3200000"
+    assert targets[row].ne(-100).nonzero().flatten().tolist() == [7, 8, 9, 10]
+    assert "".join(tokens(targets[row, 7:11])) == " 32<end>"
+    assert targets.shape == inputs.shape == (190, 16)
