@@ -40,14 +40,7 @@ from recipes.common.options import (
 )
 from recipes.common.parallel import sharding
 from recipes.common.parallel.block_shards import finish_gathers, kept_attributes, shard_blocks
-from recipes.common.parallel.buckets import (
-    check_complete,
-    check_frozen,
-    default_bucket_mb,
-    frozen,
-    settle_buckets,
-    wrap_in_ddp,
-)
+from recipes.common.parallel.buckets import default_bucket_mb, settle_buckets, wrap_in_ddp
 from recipes.common.parallel.groups import flat_mesh, grid_mesh
 from recipes.common.parallel.same_use import SameUse
 from recipes.common.process.entry import run_main
@@ -171,11 +164,11 @@ def train(args: ContextOptions, world: World, stop: Stop) -> None:
             check_model(model, data, args, cp, divided, world)
     with sequences(divided), world.watch("model", computes=True), kept_attributes(model):
         ddp = wrap(model, args, world, data, cp)
-    module, frozen_parameters = ddp or model, frozen(model)
+    module = ddp or model
+    same_use = SameUse(module, args, world, stop)
     optimizer = build_optimizer(args, model, world)
     scaler = build_scaler(args, world.device)
     job = Job(args, "context", data, world, model, optimizer, scaler, stop, replicas=replicas)
-    same_use = SameUse(module, job)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
         """Accumulate the gradients of one pass; return this rank's part of the loss."""
@@ -192,7 +185,6 @@ def train(args: ContextOptions, world: World, stop: Stop) -> None:
             scaler.scale(loss * world.world_size).backward()
             finish_gathers(model, world.device, has_exchanged=is_last)
         if is_last:
-            check_complete(ddp) if ddp else check_frozen(frozen_parameters)
             same_use.check_gradients()
         return loss.detach()
 

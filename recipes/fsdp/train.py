@@ -33,7 +33,6 @@ from recipes.common.models.user_model import check_fit
 from recipes.common.optim import build_optimizer, build_scaler
 from recipes.common.options import Options, check_processes, is_user_code, option, parse, positive_int, switch
 from recipes.common.parallel.block_shards import finish_gathers, kept_attributes, shard_blocks
-from recipes.common.parallel.buckets import check_frozen, frozen
 from recipes.common.parallel.groups import flat_mesh, grid_mesh
 from recipes.common.parallel.same_use import SameUse
 from recipes.common.parallel.sharding import (
@@ -165,8 +164,7 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
     # FSDP: the optimizer sees shards only, so its state is sharded too.
     optimizer = build_optimizer(args, model, world)
     job = Job(args, "fsdp", data, world, model, optimizer, build_scaler(args, world.device), stop)
-
-    same_use, frozen_parameters = SameUse(model, job), frozen(model)
+    same_use = SameUse(model, args, world, stop)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
         """Accumulate the gradients of one pass; return this rank's part of the loss."""
@@ -180,7 +178,6 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
             (loss * world.world_size).backward()
             finish_gathers(model, world.device, has_exchanged=is_last)
         if is_last:
-            check_frozen(frozen_parameters)
             same_use.check_gradients()
         return loss.detach()
 

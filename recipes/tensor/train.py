@@ -32,7 +32,6 @@ from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, check_processes, is_user_code, option, parse, positive_int, switch
 from recipes.common.parallel import sharding
 from recipes.common.parallel.block_shards import finish_gathers, kept_attributes, shard_blocks
-from recipes.common.parallel.buckets import check_frozen, frozen
 from recipes.common.parallel.groups import grid_mesh
 from recipes.common.parallel.same_use import SameUse
 from recipes.common.process.entry import run_main
@@ -188,13 +187,12 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
     # Tensor: with --fully-shard, FSDP sums the gradients.
     everyone = cast(dist.ProcessGroup, dist.group.WORLD)
     gradients = None if args.fully_shard else GradientSum(model, dp.get_group(), everyone)
-    frozen_parameters = frozen(model)
+    same_use = SameUse(model, args, world, stop)
     optimizer = build_optimizer(args, model, world)
     scaler = build_scaler(args, world.device)
     job = Job(args, "tensor", data, world, model, optimizer, scaler, stop, replicas=replicas)
     # Tensor: ranks of a replica draw the same numbers, as dropout does, for what each of them computes whole.
     job.draws_as = dp.get_local_rank()
-    same_use = SameUse(model, job)
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
         """Accumulate the gradients of one pass; return this rank's part of the loss."""
@@ -217,7 +215,6 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
                 (loss * dp.size()).backward()
                 finish_gathers(model, world.device, has_exchanged=is_last)
         if is_last:
-            check_frozen(frozen_parameters)
             same_use.check_gradients()
         # Tensor: all ranks of a replica have its whole loss; each gives 1/N of it to the sum that is logged.
         return sharding.gather_whole(loss.detach()) / tp.size()

@@ -12,11 +12,20 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from recipes.common.errors import UserError
-from recipes.common.job import Job
-from recipes.common.options import is_user_code
-from recipes.common.parallel.buckets import FIX_MISSING, missing_gradients, trained
+from recipes.common.options import Options, is_user_code
+from recipes.common.parallel.buckets import (
+    FIX_MISSING,
+    check_complete,
+    check_frozen,
+    frozen,
+    missing_gradients,
+    trained,
+)
+from recipes.common.process.signals import Stop
+from recipes.common.world.peers import Peers
 
 T = TypeVar("T")
 
@@ -40,10 +49,11 @@ class SameUse:
     without FSDP's shards. Call each method on all ranks.
     """
 
-    def __init__(self, model: nn.Module, job: Job) -> None:
-        self.model, self.job, self.trained = model, job, trained(model)
+    def __init__(self, model: nn.Module, args: Options, peers: Peers, stop: Stop) -> None:
+        self.model, self.peers, self.stop = model, peers, stop
+        self.trained, self.frozen = trained(model), frozen(model)
         self.is_sharded = isinstance(model, FSDPModule)
-        self.is_needed = self.is_sharded and (is_user_code(job.args.model) or is_user_code(job.args.task))
+        self.is_needed = self.is_sharded and (is_user_code(args.model) or is_user_code(args.task))
         self.first: dict[object, Any] = {}
         """What was compared first: a block by its place in a pass, the names of blocks, and of parameters."""
         self.place: int | None = None
@@ -51,7 +61,7 @@ class SameUse:
         self.blocks: dict[Tensor, str] = {}
         """The block of each gathered parameter."""
         # A block is compiled with its hooks.
-        compare, note = map(torch.compiler.disable if job.args.compile else lambda f: f, (self.compare, self.note))
+        compare, note = map(torch.compiler.disable if args.compile else lambda f: f, (self.compare, self.note))
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule) and self.is_needed:
                 model.get_submodule(name).register_forward_pre_hook(partial(compare, name), prepend=True)
@@ -87,7 +97,7 @@ class SameUse:
             if other != names[0]:
                 what = f"rank {rank} runs {other} where rank 0 runs {names[0]}"
                 if not is_first:
-                    what = f"rank {self.job.peers.rank} runs {name} where its first pass ran {names[0]}"
+                    what = f"rank {self.peers.rank} runs {name} where its first pass ran {names[0]}"
                 fix = "run the same blocks on all ranks in every pass, or use RECIPE=horovod"
                 raise UserError(f"{what}, and FSDP gathers in order; {fix}", on_one_rank=not is_first)
 
@@ -112,8 +122,12 @@ class SameUse:
     def check_gradients(self) -> None:
         """Raise UserError on all ranks after the first step's last pass if different parameters got a gradient.
 
-        After a later step, the error becomes this rank's vote.
+        After a later step, the error becomes this rank's vote. Raises UserError as check_frozen(), too, and for
+        DDP as check_complete().
         """
+        if isinstance(self.model, DistributedDataParallel):
+            check_complete(self.model)
+        check_frozen(self.frozen)
         if self.is_needed:
             is_first, name = self.find_odd("parameters", set(missing_gradients(self.trained)))
             if name is not None:
@@ -121,7 +135,7 @@ class SameUse:
                 error = UserError(f"{what}, and FSDP sums by position; {FIX_MISSING}")
                 if is_first:
                     raise error
-                self.job.stop.fail(error)
+                self.stop.fail(error)
 
     def find_odd(self, key: object, names: set[str]) -> tuple[bool, str | None]:
         """Return whether the names were compared with other ranks', and one that not all have."""
@@ -134,8 +148,8 @@ class SameUse:
             return False, [self.first[key], value]
         self.first[key] = value
         # FSDP: each rank sends the name of a block, or the names of those that it has used, once.
-        with self.job.peers.watch(place, computes=True):
-            return True, self.job.peers.gather_objects(value)
+        with self.peers.watch(place, computes=True):
+            return True, self.peers.gather_objects(value)
 
 
 def leaves(loss: Tensor) -> set[Tensor]:
