@@ -110,14 +110,11 @@ def wrap(
     Call it on all ranks.
     """
     if args.fully_shard:
-        if is_user_code(args.model):
-            from recipes.common.models.user_model import check_shared_memory
-
-            run_on_all_ranks(lambda: check_shared_memory(model, args), world)
         # FSDP: each of M ranks keeps 1/M of the rows of each parameter. An all-gather before a block's forward,
         # and another before its backward, each take (M-1)/M of the block's bytes; a reduce-scatter after its
         # backward takes (M-1)/M of its gradients' bytes.
-        shard_blocks(model, args, mesh=flat_mesh(world))
+        mesh = flat_mesh(world)
+        run_on_all_ranks(lambda: shard_blocks(model, args, mesh=mesh), world)
         return None
     # DDP: all ranks hold the whole model, and each has the gradient of its own positions of its own samples.
     # Backward averages a bucket of them over all ranks while the layers before it are still computing.

@@ -107,11 +107,7 @@ def prepare(args: DDPOptions, recipe: str, world: World, stop: Stop) -> tuple[Jo
     if args.zero:
         from recipes.ddp.zero import consolidate, shard_optimizer  # the import takes 0.7 s: only with --zero
 
-        if is_user_code(args.model):
-            from recipes.common.models.user_model import check_shared_memory
-
-            check_shared_memory(model, args)
-        optimizer = shard_optimizer(args, model.parameters())
+        optimizer = shard_optimizer(args, model)
         gather = partial(consolidate, optimizer, world)
     else:
         optimizer = build_optimizer(args, model, world)

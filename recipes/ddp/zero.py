@@ -5,7 +5,6 @@ Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -13,18 +12,20 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from recipes.common.errors import UserError
+from recipes.common.models.user_model import check_shared_memory
 from recipes.common.optim import optimizer_class, optimizer_state, parameter_groups
 from recipes.common.options import Options
 from recipes.common.parallel.groups import gather_values
 from recipes.common.world.world import World
 
 
-def shard_optimizer(args: Options, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return an optimizer whose state is sharded across ranks; raises UserError for several dtypes."""
+def shard_optimizer(args: Options, model: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer with sharded state; raises UserError for several dtypes, or as check_shared_memory()."""
+    check_shared_memory(model, args)
     # DDP: each rank updates its share of the weights, then broadcasts it: the model's bytes cross the wire again.
-    make, settings = optimizer_class(args)
+    (make, settings), groups = optimizer_class(args), parameter_groups(args, model.parameters())
     try:
-        return ZeroRedundancyOptimizer(parameter_groups(args, parameters), optimizer_class=make, **settings)
+        return ZeroRedundancyOptimizer(groups, optimizer_class=make, **settings)
     except ValueError as error:  # parameters of several dtypes
         raise UserError(f"--model {args.model}: --zero: {error}; use one dtype, or drop --zero") from None
 

@@ -127,10 +127,6 @@ def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
     if args.cpu_offload and world.device.type == "cpu":
         raise UserError("--cpu-offload: shards are in main memory already on a CPU; drop it")
     checkpoint_blocks(model, args)
-    if is_user_code(args.model):
-        from recipes.common.models.user_model import check_shared_memory
-
-        check_shared_memory(model, args)
     settings: dict[str, Any] = {"reshard_after_forward": args.reshard_after_forward}
     if args.cpu_offload:
         settings["offload_policy"] = CPUOffloadPolicy()

@@ -72,7 +72,8 @@ def check_shared_memory(model: nn.Module, args: Options) -> None:
     """Raise UserError if two parameters share memory, as one and its transpose: the recipe would copy each."""
     owners: dict[int, list[tuple[str, Tensor]]] = {}
     for name, parameter in model.named_parameters():
-        if parameter.is_meta or not parameter.numel() or parameter.layout != torch.strided:
+        has_memory = not parameter.is_meta and parameter.numel() and not hasattr(parameter, "device_mesh")
+        if not has_memory or parameter.layout != torch.strided:
             continue
         others = owners.setdefault(parameter.untyped_storage().data_ptr(), [])
         if found := next((other for other, there in others if overlap(parameter, there)), None):

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from recipes.common.errors import UserError
 from recipes.common.models.blocks import blocks
+from recipes.common.models.user_model import check_shared_memory
 from recipes.common.optim import AMP_DTYPES
 from recipes.common.options import HOOKED, Options
 from recipes.common.parallel.buckets import check_frozen, frozen
@@ -25,7 +26,8 @@ def shard_blocks(model: nn.Module, args: Options, **settings: Any) -> FSDPModule
 
     Raises UserError if a parameter or module cannot be sharded.
     """
-    check_shards(model, args)
+    check_shared_memory(model, args)
+    check_shardable(model, args)
     for parameter in model.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
@@ -62,7 +64,7 @@ def precision(args: Options) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=AMP_DTYPES[args.amp], reduce_dtype=torch.float32)
 
 
-def check_shards(model: nn.Module, args: Options) -> None:
+def check_shardable(model: nn.Module, args: Options) -> None:
     """Raise UserError if a parameter has no rows, or if it or a module would lose what FSDP replaces."""
     what = f"--model {args.model}:"
     for name, parameter in model.named_parameters():
