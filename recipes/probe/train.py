@@ -34,7 +34,7 @@ from recipes.common.process.entry import run_main
 from recipes.common.process.node import read_master
 from recipes.common.process.parent import end_with_parent
 from recipes.common.process.ranks import Ranks, read_ranks
-from recipes.common.process.signals import STOP_SIGNALS, Stop
+from recipes.common.process.signals import Stop, handle_stop_signals
 from recipes.common.watch.timeouts import set_horovod_timeout
 from recipes.common.world.devices import agree_on_device, choose_device
 from recipes.common.world.world import NO_PICKLE, connect
@@ -206,9 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Connect, gather the map of ranks, and print it on rank 0; call it on every rank (spawn: on every node)."""
     args = options(argv)
     if args.join == "spawn":
-        for number in STOP_SIGNALS:
-            signal.signal(number, leave_at_once)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        handle_stop_signals(leave_at_once)
         if args.node_rank >= args.nnodes:
             raise UserError(f"--node-rank {args.node_rank} of --nnodes {args.nnodes}: node ranks count from 0")
         addr, port = read_master(args.nnodes)

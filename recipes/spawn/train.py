@@ -33,7 +33,7 @@ from recipes.common.process.entry import LOST_RANK_STATUS, run_main
 from recipes.common.process.node import Failure, Node, check_head, read_master, status_of
 from recipes.common.process.parent import end_with_parent
 from recipes.common.process.ranks import Ranks, read_ranks
-from recipes.common.process.signals import STOP_SIGNALS, Stop
+from recipes.common.process.signals import STOP_SIGNALS, Stop, handle_stop_signals
 from recipes.common.world.world import connected_world
 from recipes.ddp.train import DDPOptions, train  # spawn replaces its launcher; the ranks are ddp's
 
@@ -107,9 +107,7 @@ def wait_for_ranks(context: mp.ProcessContext, has_met: Event) -> list[int | Non
     status: negative for a signal, None if it still runs.
     """
     received: list[int] = []
-    for number in STOP_SIGNALS:
-        signal.signal(number, lambda number, frame: received.append(number))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    handle_stop_signals(lambda number, frame: received.append(number))
     deadline = rendezvous_deadline = math.inf
     while time.monotonic() < deadline:
         running = [process for process in context.processes if process.exitcode is None]
@@ -141,9 +139,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "LOCAL_RANK" in os.environ:  # a launcher has started all ranks; this is one of them
         run_rank(args, read_ranks("spawn"))
         return
-    for number in STOP_SIGNALS:
-        signal.signal(number, leave_early)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    handle_stop_signals(leave_early)
     if args.node_rank >= args.nnodes:
         raise UserError(f"--node-rank {args.node_rank} of --nnodes {args.nnodes}: node ranks count from 0")
     addr, port = read_master(args.nnodes)

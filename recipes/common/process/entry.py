@@ -16,7 +16,7 @@ from typing import NoReturn
 from recipes.common.errors import UserError, adjust_output, unrepeatable
 from recipes.common.process.memory import keep_freed_memory
 from recipes.common.process.ranks import HAVE_MET
-from recipes.common.process.signals import STOP_SIGNALS
+from recipes.common.process.signals import STOP_SIGNALS, handle_stop_signals
 from recipes.common.watch.timeouts import TIMEOUT_PHRASES
 from recipes.common.watch.watch import Watch
 
@@ -161,10 +161,7 @@ def _print_refusal(error: UserError) -> None:
 
 def wait_for_rank_0(status: int, shares: int = 1) -> None:
     """Give rank 0 the time to print why all ranks end, unless a signal comes: launchers end all once one exits."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, lambda number, frame: sys.exit(status))
-    # A launcher may have started this process with these signals blocked.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    handle_stop_signals(lambda number, frame: sys.exit(status))
     time.sleep(REFUSAL_GRACE_S * shares)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from types import FrameType
 
 from recipes.common.errors import UserError
@@ -14,6 +15,13 @@ MAX_VOTE_INTERVAL_S = 5.0
 
 GO, STOP, FAIL = 0, 1, 2
 """A rank's vote. All ranks do what the largest vote says."""
+
+
+def handle_stop_signals(handler: Callable[[int, FrameType | None], object]) -> None:
+    """Call handler() at a stop signal from now on, also at one that came while a launcher has blocked them."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 class Stop:
@@ -31,9 +39,7 @@ class Stop:
 
     def listen(self) -> None:
         """Take stop signals from now on, also if the user's code has set handlers of its own meanwhile."""
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._remember)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        handle_stop_signals(self._remember)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
