@@ -46,22 +46,6 @@ class NonFiniteError(UserError):
         return NonFiniteError, (self.step, self.is_loss, self.hint)
 
 
-def raise_first(errors: Sequence[UserError | None]) -> None:
-    """Raise the error of the lowest-numbered rank that reported one; `errors` holds each rank's error, or None."""
-    if len(errors) == 1 and errors[0]:
-        raise errors[0]
-    for rank, error in enumerate(errors):
-        if isinstance(error, NonFiniteError):
-            ranks = [i for i, other in enumerate(errors) if isinstance(other, NonFiniteError) and other.is_loss]
-            raise NonFiniteError(error.step, bool(ranks), error.hint, ranks)
-        if error:
-            # An error of a sharded checkpoint, which ranks wrote together, names its rank already.
-            is_named = rank == 0 or str(error).startswith("rank ")
-            raised = UserError(str(error) if is_named else f"rank {rank}: {error}")
-            raised.status = error.status
-            raise raised
-
-
 class Guard:
     """Stop the job after a step that was not finite: --on-nonfinite stop (skipping.py: skip)."""
 

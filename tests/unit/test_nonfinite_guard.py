@@ -8,8 +8,9 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from recipes.common.errors import UserError
-from recipes.common.nonfinite import Guard, NonFiniteError, raise_first
+from recipes.common.nonfinite import Guard, NonFiniteError
 from recipes.common.skipping import SkippingGuard
+from recipes.common.world.agreement import raise_first
 
 SCALER = torch.amp.GradScaler("cpu", enabled=False)
 NAN, ONE = torch.tensor(float("nan")), torch.tensor(1.0)

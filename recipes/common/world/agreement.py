@@ -6,7 +6,7 @@ import platform
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib.metadata import distributions
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor
 from recipes.common.data import Data, find_for_all_ranks, load_data
 from recipes.common.data.splits import digest
 from recipes.common.errors import UserError
-from recipes.common.nonfinite import NonFiniteError, raise_first
+from recipes.common.nonfinite import NonFiniteError
 from recipes.common.options import Options, is_user_code
 from recipes.common.world.peers import Peers
 
@@ -45,6 +45,22 @@ def raise_on_all_ranks(error: UserError | None, peers: Peers) -> None:
     with peers.watch("agreement"):
         errors = peers.gather_objects(sent)
     raise_first(errors)
+
+
+def raise_first(errors: Sequence[UserError | None]) -> None:
+    """Raise the error of the lowest-numbered rank that reported one; `errors` holds each rank's error, or None."""
+    if len(errors) == 1 and errors[0]:
+        raise errors[0]
+    for rank, error in enumerate(errors):
+        if isinstance(error, NonFiniteError):
+            ranks = [i for i, other in enumerate(errors) if isinstance(other, NonFiniteError) and other.is_loss]
+            raise NonFiniteError(error.step, bool(ranks), error.hint, ranks)
+        if error:
+            # An error of a sharded checkpoint, which ranks wrote together, names its rank already.
+            is_named = rank == 0 or str(error).startswith("rank ")
+            raised = UserError(str(error) if is_named else f"rank {rank}: {error}")
+            raised.status = error.status
+            raise raised
 
 
 def run_on_all_ranks(action: Callable[[], T], peers: Peers) -> T:
