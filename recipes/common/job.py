@@ -104,11 +104,11 @@ class Job:
 
             self.code, self.state_shapes = own_code(), state_shapes(self.model)
         self.throughput = Throughput(self.args.global_batch_size, self.device)
-        self.guard = Guard(self.device, self.stop)
+        self.guard = Guard(self.device, self.stop, self.scaler)
         if self.args.on_nonfinite == "skip":
             from recipes.common.skipping import SkippingGuard
 
-            self.guard = SkippingGuard(self.device, self.stop)
+            self.guard = SkippingGuard(self.device, self.stop, self.scaler)
 
     @property
     def passes(self) -> int:
@@ -275,7 +275,7 @@ class Job:
         self.position.step += 1
         with self.peers.watch("gradients"):
             if self.is_log_due() or self._is_saved_after(self.position.step):
-                self.guard.read_back(self.position.step, self.scaler)
+                self.guard.read_back(self.position.step)
             self.throughput.count_step()
         if self.record:
             self.record.progress.advance()

@@ -277,7 +277,7 @@ def train_until_evaluation(job: Job, technique: Technique) -> int:
         # Vote: each rank sends 4 bytes; the result is read after backward, so that no rank waits for it.
         finish_vote = job.begin_vote() if job.is_vote_due() else None
         seed_step(args.seed, position.step, job.draws_as, job.devices)
-        job.guard.keep_buffers(technique.module.buffers(), job.scaler)
+        job.guard.keep_buffers(technique.module.buffers())
         buffers_before = buffer_digests(job.model) if job.is_unseen_model and job.passes > 1 else {}
         with peers.watch.mark("forward and backward"):
             loss_sum = run_passes(job, technique, inputs, targets)
@@ -290,7 +290,7 @@ def train_until_evaluation(job: Job, technique: Technique) -> int:
         set_learning_rate(job.optimizer, rate)
         with peers.watch.mark("optimizer"), job.watch_gpu():
             (technique.update or update)(job, partial(job.check_gradients, loss_sum))
-            job.guard.restore_buffers(job.scaler)
+            job.guard.restore_buffers()
         if job.is_unseen_optimizer:
             job.is_unseen_optimizer = False
             check_optimizer(job, technique)

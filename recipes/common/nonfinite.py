@@ -52,8 +52,8 @@ class Guard:
     skipped = 0
     """Number of skipped steps."""
 
-    def __init__(self, device: torch.device, stop: Stop) -> None:
-        self.stop = stop
+    def __init__(self, device: torch.device, stop: Stop, scaler: torch.amp.GradScaler) -> None:
+        self.stop, self.scaler = stop, scaler
         # A GPU keeps the first bad step in its memory; it is read only when the host waits for the GPU anyway.
         self._is_lazy = device.type != "cpu"
         self._first_bad = torch.full((), -1, device=device)
@@ -76,17 +76,17 @@ class Guard:
             self.fail(step, not bool(torch.isfinite(loss)), "the step was not done")
         return not is_bad
 
-    def keep_buffers(self, buffers: Iterable[Tensor], scaler: torch.amp.GradScaler) -> None:
+    def keep_buffers(self, buffers: Iterable[Tensor]) -> None:
         """Do nothing before a step's passes: no step is skipped."""
 
-    def restore_buffers(self, scaler: torch.amp.GradScaler) -> None:
+    def restore_buffers(self) -> None:
         """Do nothing after the step."""
 
-    def read_back(self, step: int, scaler: torch.amp.GradScaler) -> None:
+    def read_back(self, step: int) -> None:
         """Read the first bad step from a GPU, and the loss scale; the caller waits for the GPU anyway."""
         if (first_bad := int(self._first_bad)) >= 0:
             self.fail(first_bad, bool(self._bad_loss), "no checkpoint was written since")
-        if (scale := scaler.get_scale()) < MIN_LOSS_SCALE:  # it is 1 if the scaler is disabled
+        if (scale := self.scaler.get_scale()) < MIN_LOSS_SCALE:  # it is 1 if the scaler is disabled
             self.fail(step, False, f"the loss scale has collapsed to {scale:.2g}, so steps change nothing")
 
     def is_sound(self, step: int, weights: Iterable[Tensor]) -> bool:

@@ -33,15 +33,15 @@ class SkippingGuard(Guard):
             self.skipped += 1
         return False
 
-    def keep_buffers(self, buffers: Iterable[Tensor], scaler: torch.amp.GradScaler) -> None:
+    def keep_buffers(self, buffers: Iterable[Tensor]) -> None:
         """Copy, before a step's passes, the buffers that they change, such as batch norm's running statistics."""
         self._kept = [(buffer, buffer.clone()) for buffer in buffers]
-        self._scale = scaler.get_scale() if self._scale is None else self._scale
+        self._scale = self.scaler.get_scale() if self._scale is None else self._scale
 
     @torch.no_grad()
-    def restore_buffers(self, scaler: torch.amp.GradScaler) -> None:
+    def restore_buffers(self) -> None:
         """Restore the copies after a step that the scaler or check_gradients() has skipped."""
-        before, self._scale = self._scale, scaler.get_scale()
+        before, self._scale = self._scale, self.scaler.get_scale()
         if self._in_a_row or (before is not None and self._scale < before):
             for buffer, copy in self._kept:
                 buffer.copy_(copy)

@@ -24,7 +24,7 @@ class Stop:
 
 
 def guard_of(mode):
-    return {"stop": Guard, "skip": SkippingGuard}[mode](torch.device("cpu"), Stop())
+    return {"stop": Guard, "skip": SkippingGuard}[mode](torch.device("cpu"), Stop(), SCALER)
 
 
 @pytest.mark.parametrize(("first", "later", "what"), [(ONE, NAN, "a gradient"), (NAN, ONE, "the loss")])
@@ -34,7 +34,7 @@ def test_a_gpu_is_asked_only_when_it_is_waited_for_and_knows_the_first_bad_step(
     for step, gradient, loss in [(1, ONE, ONE), (2, NAN, first), (3, NAN, later)]:
         assert guard.check_gradients(step, loss, [gradient])
     assert guard.stop.error is None
-    guard.read_back(3, SCALER)
+    guard.read_back(3)
     assert str(guard.stop.error).startswith(f"{what} of step 2 is not finite; no checkpoint was written since")
 
 
@@ -66,16 +66,18 @@ def test_weights_on_several_devices_are_read_together():
 def test_a_gradient_on_another_gpu_than_the_loss_is_checked():
     """As in a pipeline within a process, whose last GPU has GPT's tied matrix, the first parameter."""
     with FakeTensorMode():
-        guard = Guard(torch.device("cuda:0"), Stop())
+        guard = Guard(torch.device("cuda:0"), Stop(), SCALER)
         loss, gradient = (torch.ones((), device=name) for name in ("cuda:0", "cuda:1"))
         assert guard.check_gradients(1, loss, [gradient])
 
 
 def test_a_collapsed_loss_scale_fails():
     guard = guard_of("skip")
-    guard.read_back(20, torch.amp.GradScaler("cpu", init_scale=1.0))
+    guard.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    guard.read_back(20)
     assert guard.stop.error is None
-    guard.read_back(21, torch.amp.GradScaler("cpu", init_scale=0.5))
+    guard.scaler = torch.amp.GradScaler("cpu", init_scale=0.5)
+    guard.read_back(21)
     assert "step 21 is not finite; the loss scale has collapsed to 0.5, so steps" in str(guard.stop.error)
     assert not guard.is_sound(21, [ONE])
 
