@@ -28,7 +28,8 @@ def test_each_ranks_attention_and_gradients_are_those_of_whole_sequences(monkeyp
     q, k, v = torch.randn(3, 2, 4, 256, 64, device="cuda", dtype=dtype, requires_grad=True)
     expected = Attention.attend(None, q, k, v)
     wanted = torch.autograd.grad(expected.float().square().sum(), (q, k, v))
-    monkeypatch.setattr(attention, "gather_sequence", lambda part, mesh, dim: torch.stack((rotate(k), v)))
+    places = torch.arange(256, device="cuda")
+    monkeypatch.setattr(attention, "gather_sequence", lambda part, mesh, dim: torch.stack((rotate(k, places), v)))
     found = []
     for rank in range(2):
         mesh = Mesh(rank, 2)

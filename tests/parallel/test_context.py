@@ -274,7 +274,7 @@ def test_all_ranks_attend_to_equally_many_keys(monkeypatch, ranks):
     """Their results, put together, are those of attention over the whole sequence."""
     heads = (1, 2, 24, 8)
     q, k, v = torch.randn(3, *heads).double()
-    whole = torch.stack((rotate(k), v))
+    whole = torch.stack((rotate(k, torch.arange(24)), v))
     expected = Attention.attend(None, q, k, v)
     monkeypatch.setattr(attention, "gather_sequence", lambda part, mesh, dim: whole)
     products = []

@@ -254,7 +254,7 @@ class TestGPT:
 
     def test_rotation_keeps_lengths_and_shows_distances_alone(self):
         query, key = torch.randn(2, 1, 8)
-        queries, keys = rotate(query.expand(20, 8)), rotate(key.expand(20, 8))
+        queries, keys = (rotate(vector.expand(20, 8), torch.arange(20)) for vector in (query, key))
         assert queries.norm(dim=1) == pytest.approx(query.norm().expand(20))
         products = queries @ keys.T
         assert products[3, 1] == pytest.approx(float(products[17, 15]), abs=1e-5)

@@ -104,17 +104,13 @@ class Attention(nn.Module):
         return causal_attention(rotate(q, places), rotate(k, places), v)
 
 
-def rotate(vectors: Tensor, places: Tensor | None = None) -> Tensor:
+def rotate(vectors: Tensor, places: Tensor) -> Tensor:
     """Rotate each pair of numbers (i, i + D/2) of (..., T, D) by an angle that grows with the position.
 
-    The positions, shape (T,), are on the device of the vectors; by default 0 to T - 1.
+    The positions, shape (T,), are on the device of the vectors.
     """
-    length, size = vectors.shape[-2:]
-    if places is None:
-        places = torch.arange(length, device=vectors.device)
-    place = places.float()
-    speed = ROTARY_BASE ** -torch.arange(0, 1, 2 / size, device=vectors.device, dtype=torch.float32)
-    angle = place[:, None] * speed
+    speed = ROTARY_BASE ** -torch.arange(0, 1, 2 / vectors.shape[-1], device=places.device, dtype=torch.float32)
+    angle = places.float()[:, None] * speed
     cos, sin = angle.cos().to(vectors.dtype), angle.sin().to(vectors.dtype)
     x, y = vectors.chunk(2, dim=-1)
     return torch.cat((x * cos - y * sin, x * sin + y * cos), dim=-1)
