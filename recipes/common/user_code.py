@@ -10,7 +10,6 @@ import inspect
 import io
 import os
 import sys
-import sysconfig
 import traceback
 import zlib
 from collections.abc import Callable
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.common.errors import UserError, nearest, unrepeatable
-from recipes.common.options import Options, is_user_code
+from recipes.common.options import STANDARD_LIBRARY, Options, is_user_code
 from recipes.common.task import Task
 
 
@@ -64,13 +63,11 @@ def own_digest(module: ModuleType) -> str:
     return f"{zlib.crc32(path.read_bytes()):08x}" if is_users else ""
 
 
-STDLIB = sysconfig.get_path("stdlib")
-
-
 def is_own(path: Path) -> bool:
     """Return whether a file of code is the user's: not a recipe's, Python's or a package's."""
     is_package = bool({"site-packages", "dist-packages"} & set(path.parts))
-    return not (is_package or path.is_relative_to(STDLIB) or path.is_relative_to(Path(__file__).parents[1]))
+    others = STANDARD_LIBRARY, Path(__file__).parents[1]
+    return not (is_package or any(map(path.is_relative_to, others)))
 
 
 def import_user_code(flag: str, text: str) -> Callable[..., Any]:
