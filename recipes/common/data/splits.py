@@ -167,8 +167,7 @@ class Normalise:
         """Map uint8 (B, H, W, C) to float32 (B, C, H, W)."""
         rows = pixels.flatten(2)
         result = torch.empty(rows.shape, device=pixels.device)
-        at_once = CHUNK_VALUES // rows.shape[1:].numel() if pixels.device.type == "cpu" else len(rows)
-        count = max(1, at_once)
+        count = max(1, CHUNK_VALUES // rows.shape[1:].numel() if pixels.device.type == "cpu" else len(rows))
         for some, place in zip(rows.split(count), result.split(count), strict=True):
             torch.addcmul(self.shift, some.float(), self.scale, out=place)
         return result.view(pixels.shape).permute(0, 3, 1, 2).contiguous(memory_format=self.memory_format)

@@ -75,8 +75,7 @@ class Notes:
 
     def read(self, kind: str, ranks: Iterable[int]) -> dict[int, str]:
         """Return the texts of a kind that these ranks have stored, by rank."""
-        nothing: dict[int, str] = {}
-        return self.ask(lambda store: read_notes(store, kind, ranks), nothing)
+        return self.ask(lambda store: read_notes(store, kind, ranks), dict[int, str]())
 
 
 def find_missing(store: Store, keys: list[str]) -> list[str]:

@@ -133,14 +133,13 @@ class Report:
     def gather(self) -> dict[int, str]:
         """Wait up to gather_s for the reports of all ranks; return those that arrived, by rank."""
         reports: dict[int, str] = {}
-        nothing: dict[int, str] = {}
         # By the clock that dates the others' reports, which may be a server's.
         own = self.place / "hang" / f"rank-{self.rank}.txt"
         began_at = self._on_disk(lambda: own.stat().st_mtime, time.time())
 
         def have_all() -> bool:
             unread = set(range(self.world_size)) - set(reports)
-            reports.update(self._on_disk(lambda: self._read_parts(unread, began_at), nothing))
+            reports.update(self._on_disk(lambda: self._read_parts(unread, began_at), dict[int, str]()))
             if missing := sorted(set(range(self.world_size)) - set(reports)):
                 reports.update(self.notes.read("report", missing))
             return len(reports) == self.world_size
