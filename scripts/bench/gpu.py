@@ -20,10 +20,9 @@ import torch
 
 from scripts.bench import jpeg, small_data
 from scripts.bench.figures import Figure, Rounds, median_and_range, speed_figure, turns, unmeasured
-from scripts.bench.programs import contender, parse_result, recipe, run
+from scripts.bench.programs import contender, logged_rates, parse_result, recipe, run
 from scripts.launch.command import warn
 from scripts.launch.cores import count_cores
-from scripts.launch.runs import read_metrics
 
 BATCH, STEPS, IMAGES, CLASSES = 256, 60, 2048, 1000
 OPTIONS = ("--device", "cuda", "--model", "resnet50", "--image-size", "224", "--epochs", "1000")
@@ -158,11 +157,6 @@ def jpegs(rounds: int, folder: Path) -> Iterator[Figure]:
         ("JPEGs, decoded by the GPU", "resident"): (f"{JPEGS}, decoded by the GPU: images/s", ON_GPU),
     }
     yield from ratios(contenders, rounds, pairs, "images/s")
-
-
-def logged_rates(folder: Path) -> list[float]:
-    """Return the samples/s between the logged steps of the last run of recipe()."""
-    return [row["samples_per_s"] for row in read_metrics(folder / "run") if "loss" in row]
 
 
 def gpt(rounds: int, folder: Path) -> Iterator[Figure]:

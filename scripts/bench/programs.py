@@ -18,7 +18,7 @@ from typing import IO, Any
 from scripts.lab.network import Network
 from scripts.launch.command import ROOT
 from scripts.launch.cores import count_cores
-from scripts.launch.runs import read_losses
+from scripts.launch.runs import read_losses, read_metrics
 
 TIMEOUT_S = 600.0
 """Time limit of a contender."""
@@ -112,6 +112,11 @@ def recipe(name: str, folder: Path, options: Sequence[str], processes: int = 1) 
     record = folder / "run"
     run(recipe_command(name, record, options, processes))
     return json.loads((record / "result.json").read_text()) | {"losses": list(read_losses(record).values())}
+
+
+def logged_rates(folder: Path) -> list[float]:
+    """Return the samples/s between the logged steps of the last run in folder/run, as recipe() makes them."""
+    return [row["samples_per_s"] for row in read_metrics(folder / "run") if "loss" in row]
 
 
 def contender_command(name: str, options: Sequence[str], processes: int) -> list[str]:

@@ -13,9 +13,8 @@ from pathlib import Path
 from statistics import harmonic_mean
 
 from scripts.bench.figures import Figure, process_count_text, speed_figure, take_turns
-from scripts.bench.programs import bare_step_ms, recipe_command, run
+from scripts.bench.programs import bare_step_ms, logged_rates, recipe_command, run
 from scripts.lab.network import Network
-from scripts.launch.runs import read_metrics
 
 PROCESSES = (1, 2, 4)
 RANK_BATCH, STEPS, LOG_EVERY = 16, 8, 2
@@ -32,7 +31,7 @@ def ours(net: Network, folder: Path, processes: int) -> float:
     """Run the recipe; return samples/s over its logged windows, without the first LOG_EVERY steps."""
     command = recipe_command("ddp", folder / "run", options(processes), processes, net)
     run(command, {"OMP_NUM_THREADS": "1"})
-    return harmonic_mean([row["samples_per_s"] for row in read_metrics(folder / "run") if "loss" in row][1:])
+    return harmonic_mean(logged_rates(folder)[1:])
 
 
 def alone(net: Network, processes: int) -> float:

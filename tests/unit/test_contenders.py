@@ -101,7 +101,7 @@ def test_what_fails_on_a_gpu_does_not_lose_what_works(monkeypatch, tmp_path, cap
     rates = [9000.0, 3000.0, 2500.0]
     rows = [{"loss": 1.0, "samples_per_s": rate} for rate in rates] + [{"test_loss": 1.0}]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu, "read_metrics", lambda run: rows)
+    monkeypatch.setattr(programs, "read_metrics", lambda run: rows)
     monkeypatch.setattr(gpu, "count_cores", lambda: 2)
     monkeypatch.setattr(gpu, "recipe", recipe)
     monkeypatch.setattr(gpu, "contender", lambda *_: {"step_ms": 256.0})
