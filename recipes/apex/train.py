@@ -156,19 +156,18 @@ def to_half(inputs: Tensor, half: torch.dtype) -> Tensor:
 
 def check_halves(model: nn.Module, args: ApexOptions) -> None:
     """Raise UserError if O2 or O3 would drop imaginary parts or a gradient's hook, or cannot add theirs."""
-    named = (*model.named_parameters(), *model.named_buffers())
-    found = [name for name, tensor in named if tensor.is_complex()]
-    if args.opt_level in ("O2", "O3") and isinstance(model, torch.jit.ScriptModule):
-        what = f"--opt-level {args.opt_level}: --model {args.model} is TorchScript, which takes no hooks"
-        raise UserError(f"{what}; return the module itself, or use O0 or O1")
+    if args.opt_level not in ("O2", "O3"):
+        return
+    flag, model_name = f"--opt-level {args.opt_level}", f"--model {args.model}"
+    if isinstance(model, torch.jit.ScriptModule):
+        fix = "return the module itself, or use O0 or O1"
+        raise UserError(f"{flag}: {model_name} is TorchScript, which takes no hooks; {fix}")
     if args.opt_level == "O2" and (hooked := getattr(model, HOOKED, None)):
-        what = (
-            f"--opt-level O2: {hooked[0]} of --model {args.model} has a gradient hook, and its half copy does not"
-        )
-        raise UserError(f"{what}; use another level")
-    if found and args.opt_level in ("O2", "O3"):
-        what = f"--opt-level {args.opt_level}: {found[0]} of --model {args.model} is complex, and half is not"
-        raise UserError(f"{what}; use O0 or O1")
+        what = f"{hooked[0]} of {model_name} has a gradient hook, and its half copy does not"
+        raise UserError(f"{flag}: {what}; use another level")
+    named = (*model.named_parameters(), *model.named_buffers())
+    if found := [name for name, tensor in named if tensor.is_complex()]:
+        raise UserError(f"{flag}: {found[0]} of {model_name} is complex, and half is not; use O0 or O1")
 
 
 def check_half_pass(model: nn.Module, args: ApexOptions, world: World, data: Data) -> None:
