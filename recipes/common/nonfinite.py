@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from recipes.common.errors import UserError
 from recipes.common.process.signals import Stop
@@ -65,7 +65,8 @@ class Guard:
         `loss` is this rank's part of the loss. The averaged gradients are the same on all ranks, the first layer's
         first.
         """
-        is_bad = ~torch.isfinite(nn.utils.get_total_norm(gradients[:1]))
+        norm = gradients[0].norm() if gradients else torch.zeros(())
+        is_bad = ~torch.isfinite(norm)
         if self._is_lazy:
             is_bad = is_bad.to(self._first_bad.device)  # a pipeline's first parameter may be on another GPU
             is_first = is_bad & (self._first_bad < 0)

@@ -120,3 +120,14 @@ def test_an_error_that_names_its_rank_is_not_given_another():
     """Ranks hear of a failed sharded checkpoint from each other, and one of them may vote on it first."""
     with pytest.raises(UserError, match=r"^rank 2: no space$"):
         raise_first([None, UserError("rank 2: no space"), UserError("rank 2: no space")])
+
+
+@pytest.mark.parametrize(("value", "is_allowed"), [(1.0, True), (math.nan, False)])
+def test_a_sparse_gradient_is_checked(value, is_allowed):
+    """Torch 2.11 has no total norm of such gradients."""
+    gradient = torch.sparse_coo_tensor([[1]], [[value, 1.0]], (4, 2), check_invariants=True)
+    assert guard_of("stop").check_gradients(1, ONE, [gradient]) is is_allowed
+
+
+def test_a_step_without_gradients_is_allowed():
+    assert guard_of("stop").check_gradients(1, ONE, [])
