@@ -35,11 +35,7 @@ from scripts.plan.cost_model import BLOCK_BYTES, Compute, Gradient, Method
 SAMPLES = 2
 """Samples of the counted pass: batch norm has no statistics in a batch of one."""
 
-DATA_SETS = {
-    "digits": (1, 8, 10, 1437),
-    "fashion-mnist": (1, 28, 10, 60_000),
-    "cifar10": (3, 32, 10, 50_000),
-}
+DATA_SETS = {"digits": (1, 8, 10, 1437), "fashion-mnist": (1, 28, 10, 60_000), "cifar10": (3, 32, 10, 50_000)}
 """Channels, image size, classes and training samples."""
 
 
