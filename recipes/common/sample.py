@@ -22,26 +22,25 @@ def make_sample(task: Task, model: nn.Module, peers: Peers, exchanges: bool, tim
     Call it on all ranks. If the model's forward pass `exchanges` data, all sample, and RuntimeErrors are raised.
     Otherwise rank 0 samples in a thread, and keeps the others from taking that for a hang.
     """
+
+    def sample_here() -> str:
+        try:
+            whole = model
+            if not exchanges and any(p.device != peers.device for p in model.parameters()):
+                whole = copy.deepcopy(model).to(peers.device)  # a pipeline's layers may be on several devices
+            return task.sample(whole, peers.device)
+        except Exception as error:
+            if exchanges and isinstance(error, RuntimeError):  # perhaps a lost rank
+                raise
+            return f"warning: {refusal('the sample failed', error, 'the run is complete without it')}"
+
     if exchanges:
         with peers.watch("sample", computes=True, timeouts=MAX_TIMEOUTS):
-            return sample_here(task, model, peers, exchanges)
+            return sample_here()
     if peers.world_size == 1:
-        return sample_here(task, model, peers, exchanges)
-    pool = ThreadPoolExecutor(1)
-    own = [pool.submit(sample_here, task, model, peers, exchanges)] if peers.rank == 0 else []
+        return sample_here()
+    own = [ThreadPoolExecutor(1).submit(sample_here)] if peers.rank == 0 else []
     wait_for_all(
         lambda bound_s: not wait(own, bound_s).not_done, peers, timeout_s, MAX_TIMEOUTS * timeout_s, "sample"
     )
     return own[0].result() if own else ""
-
-
-def sample_here(task: Task, model: nn.Module, peers: Peers, exchanges: bool) -> str:
-    """Return this process's sample, or a warning if sampling fails."""
-    try:
-        if not exchanges and any(p.device != peers.device for p in model.parameters()):
-            model = copy.deepcopy(model).to(peers.device)  # a pipeline's layers may be on several devices
-        return task.sample(model, peers.device)
-    except Exception as error:
-        if exchanges and isinstance(error, RuntimeError):  # perhaps a lost rank
-            raise
-        return f"warning: {refusal('the sample failed', error, 'the run is complete without it')}"

@@ -163,9 +163,8 @@ def check_same_weights(args: Options, weights: Iterable[Tensor], peers: Peers) -
     load them on rank 0 alone. Raises UserError on all ranks.
     """
     if is_user_code(args.model):
-        check_same_facts(
-            {f"--model {args.model}": f"a model with weights of digest {digest(*weights):08x}"}, peers
-        )
+        what = f"a model with weights of digest {digest(*weights):08x}"
+        check_same_facts({f"--model {args.model}": what}, peers)
 
 
 def check_same_facts(facts: dict[str, str], peers: Peers) -> None:
