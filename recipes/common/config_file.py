@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from recipes.common.errors import UserError, nearest_option
+from recipes.common.folders import check_file
 
 KEPT = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("bool", "null", "merge"))
 """The types that YAML may recognise. A number stays text: the name 1.10 is not 1.1, and 012 is not 10."""
@@ -35,6 +36,7 @@ Loader.yaml_implicit_resolvers = {
 def read_config(path: Path) -> dict[str, Any]:
     """Return the values by flag; raises UserError if a file cannot be read, or holds something else."""
     try:
+        check_file(path)
         content = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except OSError as error:
         raise UserError(f"--config {path}: {error.strerror or error}") from None

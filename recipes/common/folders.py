@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
+import stat
 import tempfile
 from pathlib import Path
 
@@ -15,6 +17,22 @@ def names_in(folder: Path) -> set[str]:
         return set(os.listdir(folder))
     except FileNotFoundError:
         return set()
+
+
+NO_FILE = "it is a pipe or a device, not a file"
+
+
+def is_special(path: Path) -> bool:
+    """Return whether a path is a pipe, a device or a socket: to read it may take for ever."""
+    with contextlib.suppress(OSError):  # whoever opens it says why it cannot be read
+        return stat.S_IFMT(path.stat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR)
+    return False
+
+
+def check_file(path: str | Path) -> None:
+    """Raise OSError if is_special()."""
+    if is_special(Path(path)):
+        raise OSError(errno.EINVAL, NO_FILE, str(path))
 
 
 def refresh_names(folder: Path) -> None:

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recipes.common.errors import UserError, as_user_error, nearest
+from recipes.common.folders import check_file
 from recipes.common.options import read_number
 from recipes.common.process.open_files import STORE_CONNECTIONS, allow_connections
 from recipes.common.process.parent import end_with_launcher, exec_python
@@ -56,6 +57,7 @@ def read_script() -> Path:
 def check_python(path: Path) -> None:
     """Raise UserError if a file cannot be read, or is no Python program."""
     try:
+        check_file(path)
         source = path.read_bytes()
     except FileNotFoundError:
         hint = nearest(path.name, [other.name for other in path.parent.glob("*.py")], cutoff=0.7)

@@ -28,7 +28,7 @@ from recipes.common.checkpoint.checkpoint import (
     reason_of,
 )
 from recipes.common.errors import UserError
-from recipes.common.folders import names_in
+from recipes.common.folders import NO_FILE, check_file, is_special, names_in
 from recipes.common.options import Options, option_applies
 
 ShardCheck = Callable[[Path, list[dict[str, Any]]], None]
@@ -93,6 +93,8 @@ def read_checkpoint(path: Path, check: ShardCheck | None = None) -> dict[str, An
         BadCheckpointError: the file is cut, damaged (a CRC-32 covers every byte) or not of this project.
         UserError: the file cannot be read now (an I/O error, no memory), which does not prove that it is bad.
     """
+    if is_special(path):
+        raise BadCheckpointError(NO_FILE)
     with ThreadPoolExecutor(2) as pool:  # at the same time: both wait for the disk
         checking = pool.submit(_check_bytes, path)
         loading = pool.submit(torch.load, path, map_location="cpu", weights_only=True)
@@ -136,6 +138,7 @@ def check_shards(path: Path, files: list[dict[str, Any]]) -> None:
         if not SHARD_NAME.fullmatch(name):
             raise BadCheckpointError(f"it names {name!r}, which is not a shard file")
         try:
+            check_file(path.with_name(name))
             with open(path.with_name(name), "rb") as file:
                 is_whole = os.fstat(file.fileno()).st_size == entry["size"]
                 checksum, _ = checksum_of(file, entry["size"] if is_whole else 0)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from recipes.common.checkpoint.checkpoint import reason_of
 from recipes.common.errors import UserError
+from recipes.common.folders import check_file
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -27,6 +28,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".json":
             names = set(json.loads(path.read_bytes())["weight_map"].values())
         for name in sorted(names):
+            check_file(path.parent / name)
             tensors |= safetensors.torch.load_file(path.parent / name)
     except FileNotFoundError as error:
         raise UserError(f"{path}: {reason_of(error)}; give a file that exists, or copy what is missing") from None

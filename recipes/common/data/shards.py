@@ -37,6 +37,7 @@ from recipes.common.data.splits import Data, digest
 from recipes.common.data.stores import PART_BYTES, Store, begin, open_store, printable
 from recipes.common.data.workers import Keys, Sample
 from recipes.common.errors import UserError, as_user_error
+from recipes.common.folders import check_file
 from recipes.common.options import Options, url_of
 from recipes.common.seeding import permutation
 
@@ -205,6 +206,7 @@ def read_index(args: Options) -> bytes:
     place = f"{url or args.data_dir}/{INDEX}"
     try:
         if not url:
+            check_file(args.data_dir / INDEX)
             return (args.data_dir / INDEX).read_bytes()
         store = open_store(url, args.timeout_s)
         [size] = store.results([partial(store.size, INDEX)])

@@ -26,6 +26,7 @@ from recipes.common.data.file_pool import FilePool
 from recipes.common.data.splits import Data, Spec, digest
 from recipes.common.data.workers import LoadedSplit, Sample, read_evenly
 from recipes.common.errors import UserError, as_user_error
+from recipes.common.folders import check_file
 from recipes.common.options import Options
 
 HALF = re.compile(r"(?!\.).*?(train|val).*\.bin")
@@ -62,8 +63,10 @@ def inspect_file(path: Path, width: int) -> TokenFile:
 
     Raises UserError if it cannot be read, or has another size than its tokens.
     """
-    with as_user_error("read", path), open(path, "rb") as file:
-        start, size = file.read(12), file.seek(0, 2)
+    with as_user_error("read", path):
+        check_file(path)
+        with open(path, "rb") as file:
+            start, size = file.read(12), file.seek(0, 2)
     offset, count = 0, size // width
     mark, _, marked_count = struct.unpack("<3i", start.ljust(12, b"\0"))
     if mark in MARKS:

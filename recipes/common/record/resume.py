@@ -21,7 +21,7 @@ from recipes.common.checkpoint.reading import (
 )
 from recipes.common.checkpoint.shard_files import read_whole
 from recipes.common.errors import UserError
-from recipes.common.folders import names_in, refresh_names
+from recipes.common.folders import check_file, names_in, refresh_names
 from recipes.common.options import Options
 from recipes.common.record.earlier_launches import read_config
 
@@ -161,6 +161,7 @@ def read_weights(path: Path, check: ShardCheck | None) -> tuple[Path, Content]:
     content: Any = {"format": FORMAT}
     path = _published_in(path)
     try:
+        check_file(path)
         if path.name.endswith((".safetensors", ".safetensors.index.json")):
             from recipes.common.checkpoint.safetensors_files import read_safetensors
 
