@@ -17,6 +17,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from recipes.common.checkpoint.checkpoint import Position, pack
 from recipes.common.errors import UserError
@@ -141,6 +142,19 @@ class TestRecord:
             record._events = SimpleNamespace(add_scalar=fail, close=fail)
             with pytest.raises(UserError, match=r"cannot write .*a.*: No space left on device"):
                 call()
+
+    @pytest.mark.parametrize("number", [1, 2, 3], ids=["config", "metrics", "events"])
+    def test_a_run_that_cannot_begin_leaves_its_name_to_the_next_try(self, tmp_path, monkeypatch, number):
+        """As on a full disk: there is nothing to resume, and the retry is no second run of that name."""
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        (tmp_path / "a" / "slurm").mkdir(parents=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", Mock(side_effect=[None] * (number - 1) + [full]))
+            patch.setattr(EventFileWriter, "flush", Mock(side_effect=full))  # once it has made its file
+            with pytest.raises(UserError, match=r"cannot write .*: No space left"):
+                self.open(tmp_path, "--name", "a", "--tensorboard")
+        assert [path.name for path in (tmp_path / "a").rglob("*")] == ["slurm"]
+        self.open(tmp_path, "--name", "a")
 
     def test_names_count_up(self, tmp_path, monkeypatch):
         names = [self.open(tmp_path)[0].folder.name for _ in range(3)]

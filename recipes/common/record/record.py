@@ -177,17 +177,23 @@ class Record:
         elif not self.is_new:
             with as_user_error("read", self.folder):
                 config, kept = earlier_launches.read_record(self.folder, step)
-        with as_user_error("write", self.folder):
-            if not self.is_new:
-                earlier_launches.rename_report(self.folder)
-            self._write_launch(config, step, kept)
+        try:
+            with as_user_error("write", self.folder):
+                if not self.is_new:
+                    earlier_launches.rename_report(self.folder)
+                self._write_launch(config, step, kept)
+        except UserError:
+            self.discard()
+            raise
         self._say_launch(config, step)
 
     def discard(self) -> None:
         """Remove the folder of a new run that cannot begin."""
         if self.is_new and not self.replaces:
             with contextlib.suppress(OSError):
-                self._metrics.unlink(missing_ok=True)
+                own = [self._config, *self.folder.glob("events.out.*")] if self._written else []
+                for path in [*own, self._metrics]:
+                    path.unlink(missing_ok=True)
                 self.folder.rmdir()  # fails if it holds a launcher's logs: then it stays
 
     def check_owner(self) -> None:
@@ -362,11 +368,15 @@ def _json(values: dict[str, Any], indent: int | None = None) -> str:
 def _replace_text(path: Path, text: str) -> None:
     """Write a file atomically: it has the new content or, even after a power cut, the old one."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with open(temporary, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _now() -> str:
