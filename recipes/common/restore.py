@@ -148,4 +148,5 @@ def data_change_warning(before: dict[str, str], now: dict[str, str]) -> str:
     if not changed:
         return ""
     what = f"the data have changed since the checkpoint was written: {', '.join(changed)}"
-    return f"warning: {what}; the order of samples is now another one, and earlier evaluations do not compare"
+    means = "samples have another order now, labels may stand for other classes"
+    return f"warning: {what}; {means}, and earlier evaluations do not compare"

@@ -659,6 +659,7 @@ def test_a_resume_says_that_the_data_have_changed(tmp_path, single, monkeypatch)
     assert "the training set is 32 samples with digest " in warning
     assert "(was 64 samples with digest " in warning
     assert "the test set" not in warning
+    assert "; samples have another order now, labels may stand for other classes, and earlier" in warning
     epochs = [line["step"] for line in metrics(tmp_path / "a") if line["kind"] == "epoch"]
     assert epochs == [8, 16, 24, 24, 28, 32]
 
