@@ -187,6 +187,10 @@ def main(argv: list[str]) -> int:
         if status:
             print(f"error: {recipe} ended with status {status}; its record is in {folder}", file=sys.stderr)
             return USAGE_STATUS if status == USAGE_STATUS else 1
+        if not (folder / recipe / "result.json").exists():
+            what = f"{recipe} was stopped before its end"
+            print(f"error: {what}; its record is in {folder}, compare again", file=sys.stderr)
+            return 1
     runs = [read_run(folder / recipe) for recipe in recipes]
     for run in runs:
         run["difference"] = difference(run["losses"], runs[0]["losses"], args.steps)

@@ -128,6 +128,8 @@ def test_dataparallel_gets_as_many_gpus_as_the_others_together(tmp_path, monkeyp
 
     def run(command, env, **_):
         seen.append(env["CUDA_VISIBLE_DEVICES"])
+        (tmp_path / "ddp").mkdir(exist_ok=True)
+        (tmp_path / "ddp" / "result.json").touch()
         return SimpleNamespace(returncode=len(seen) - 1)
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
@@ -135,3 +137,12 @@ def test_dataparallel_gets_as_many_gpus_as_the_others_together(tmp_path, monkeyp
     monkeypatch.setattr(compare, "next_folder", lambda kind: tmp_path)
     assert compare.main(["ddp", "dataparallel", "--nodes", "2", "--nproc-per-node", "1"]) == 1
     assert seen == ["4,5,6,7", "4,5"]
+
+
+def test_a_run_that_a_signal_has_stopped_ends_the_comparison(tmp_path, monkeypatch, capsys):
+    """Its launcher ends with status 0, and there is no result."""
+    monkeypatch.setattr(compare.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0))
+    monkeypatch.setattr(compare, "next_folder", lambda kind: tmp_path)
+    assert compare.main(["single", "ddp"]) == 1
+    what = f"error: single was stopped before its end; its record is in {tmp_path}, compare again\n"
+    assert capsys.readouterr().err == what
