@@ -10,7 +10,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from recipes.common.data.shards import pack
+from recipes.common.data.shards import HALVES, pack
 from recipes.common.errors import UserError
 from recipes.common.options import path_or_url, positive_int, url_of
 from scripts.launch.command import CommandParser, command, parse
@@ -26,6 +26,10 @@ def main(argv: list[str]) -> None:
     args = parse(parser, argv)
     if url := url_of(args.folder):
         raise UserError(f"OUT {url} is a URL; give a folder, and copy it to the server when it is packed")
+    out = args.folder.resolve()
+    if any(out.is_relative_to((args.source / half).resolve()) for half in HALVES):
+        what = "is among the images of DATA_DIR"
+        raise UserError(f"OUT {args.folder} {what}; choose a folder outside of its train and val")
     images = 0
     try:
         for name, number in pack(args.source, args.folder, args.shard_mb * 10**6):

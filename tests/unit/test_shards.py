@@ -250,6 +250,11 @@ def test_the_command_packs_and_refuses(images, tmp_path, capsys, monkeypatch):
     assert shards.main([str(images), "s3://bucket/images"]) == 2
     assert capsys.readouterr().err.startswith("error: OUT s3://bucket/images is a URL; give a folder, and copy it")
     assert not (tmp_path / "s3:").exists()
+    for out in (images / "train" / "shards", images / "val"):
+        assert shards.main([str(images), str(out)]) == 2
+        said = f"error: OUT {out} is among the images of DATA_DIR; choose a folder outside of its train and val\n"
+        assert capsys.readouterr().err == said
+    assert not (images / "train" / "shards").exists()
 
 
 def test_two_commands_do_not_write_the_same_shards(images, tmp_path, capsys, monkeypatch):
