@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import signal
 import socket
 import sys
@@ -57,7 +58,12 @@ def read_master(nnodes: int) -> tuple[str, int]:
 
 
 def check_host(name: str) -> None:
-    """Raise UserError if a text cannot be a host's name: the functions of `socket` raise UnicodeError for it."""
+    """Raise UserError if a text cannot be a host's name: the functions of `socket` raise UnicodeError for it.
+
+    Two addresses, as of hostname -I, or an address with its port would only fail to resolve, after minutes.
+    """
+    if re.search(r"[\s,/]|^[^:]*:[^:]*$", name):
+        raise UserError(f"{name!r} is no host name or address; give one, without a port")
     try:
         name.encode("idna")
     except UnicodeError:
