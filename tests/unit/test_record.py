@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 import subprocess
+import threading
 from datetime import datetime, timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +19,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from recipes.common.checkpoint.checkpoint import Position, pack
 from recipes.common.errors import UserError
@@ -142,6 +144,21 @@ class TestRecord:
             record._events = SimpleNamespace(add_scalar=fail, close=fail)
             with pytest.raises(UserError, match=r"cannot write .*a.*: No space left on device"):
                 call()
+
+    def test_the_thread_that_writes_events_prints_no_traceback(self, tmp_path, monkeypatch):
+        """It keeps its error, which a later call raises: a full disk is one line."""
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        monkeypatch.setattr(threading, "excepthook", printed := Mock())
+        record, _ = self.open(tmp_path, "--name", "a", "--tensorboard")
+        monkeypatch.setattr(RecordWriter, "write", Mock(side_effect=full))
+        self.log(record, 1)
+        with pytest.raises(OSError, match="No space left"):
+            record._events.flush()
+        assert not printed.called
+        other = threading.Thread(target=Mock(side_effect=full))
+        other.start()
+        other.join()
+        assert printed.called
 
     @pytest.mark.parametrize("number", [1, 2, 3], ids=["config", "metrics", "events"])
     def test_a_run_that_cannot_begin_leaves_its_name_to_the_next_try(self, tmp_path, monkeypatch, number):

@@ -24,6 +24,7 @@ import re
 import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -246,6 +247,7 @@ class Record:
         if self.args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # rank 0 alone pays for this import
 
+            _silence_thread_of_events()
             self._events = SummaryWriter(str(self.folder), purge_step=step + 1 if step else None)
 
     def _say_launch(self, config: dict[str, Any], step: int) -> None:
@@ -349,6 +351,17 @@ def start_progress() -> Progress:
     from recipes.common.record.progress_bar import ProgressBar
 
     return ProgressBar()
+
+
+def _silence_thread_of_events() -> None:
+    """Let TensorBoard's thread end without a traceback: it keeps its error (a full disk) for the next call."""
+    print_traceback = threading.excepthook
+
+    def hook(about: threading.ExceptHookArgs) -> None:
+        if not type(about.thread).__module__.startswith("tensorboard."):
+            print_traceback(about)
+
+    threading.excepthook = hook
 
 
 def _plain_options(args: Options) -> dict[str, Any]:
