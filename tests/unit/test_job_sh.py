@@ -1031,6 +1031,14 @@ def test_what_the_job_has_to_know_stands_in_no_configuration(job, tmp_path, line
     assert re.search(r"^error: .*own.yaml has (runs-dir|name); give it on the command line", done.stderr)
 
 
+@pytest.mark.timeout(30)
+def test_a_configuration_that_is_a_pipe_is_refused(job, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    done = job("--config", str(tmp_path / "pipe"))
+    fix = "it is a pipe or a device, not a file"
+    assert (done.returncode, done.stderr) == (2, f"error: --config {tmp_path}/pipe: {fix}\n")
+
+
 def test_a_second_signal_abandons_no_step(job, tmp_path):
     """The step ends 1 s after the first signal; the second signal comes in between."""
     trap = "#!/bin/bash\ntrap 'sleep 1; exit 5' USR1\ntouch begun\nwhile :; do sleep 0.1; done\n"
