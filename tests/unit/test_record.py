@@ -196,8 +196,10 @@ class TestRecord:
             self.open(tmp_path, "--name", "a")
         args = options(["--runs-dir", str(tmp_path), "--name", "b", "--overwrite"])
         open_run(args, "single", [])  # claims the name; config.json is written once all ranks have restored
-        with pytest.raises(UserError, match=r"b exists and is not a run; choose another --name"):
+        killed = "--resume auto in place of --overwrite, if a launch was killed there"
+        with pytest.raises(UserError, match=rf"b exists and is not a run; choose another --name, or {killed}"):
             open_run(args, "single", [])
+        self.open(tmp_path, "--name", "b", "--resume", "auto")
 
     def test_overwrite_deletes_runs_only(self, tmp_path):
         record, _ = self.open(tmp_path, "--name", "a")

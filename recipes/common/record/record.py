@@ -99,7 +99,9 @@ def _new_run(args: Options, recipe: str) -> Path:
             (folder / "metrics.jsonl").touch(exist_ok=False)  # of two jobs that start together, one gets the name
         except FileExistsError:
             if args.resume == "auto" or args.overwrite:
-                raise UserError(f"{folder} exists and is not a run; choose another --name") from None
+                killed = "or --resume auto in place of --overwrite, if a launch was killed there as it began"
+                fix = f"choose another --name{f', {killed}' if 'metrics.jsonl' in names_in(folder) else ''}"
+                raise UserError(f"{folder} exists and is not a run; {fix}") from None
             remedy = "add --resume auto to resume it, --overwrite to replace it, or choose another --name"
             raise UserError(f"the run {folder} exists; {remedy}") from None
         return folder
