@@ -18,7 +18,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from recipes.common.checkpoint.checkpoint import Position, pack
@@ -165,9 +164,14 @@ class TestRecord:
         """As on a full disk: there is nothing to resume, and the retry is no second run of that name."""
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         (tmp_path / "a" / "slurm").mkdir(parents=True)
+
+        def fill_disk(writer, data):
+            (tmp_path / "a" / "events.out.tfevents.1").touch()
+            raise full
+
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", Mock(side_effect=[None] * (number - 1) + [full]))
-            patch.setattr(EventFileWriter, "flush", Mock(side_effect=full))  # once it has made its file
+            patch.setattr(RecordWriter, "write", fill_disk)
             with pytest.raises(UserError, match=r"cannot write .*: No space left"):
                 self.open(tmp_path, "--name", "a", "--tensorboard")
         assert [path.name for path in (tmp_path / "a").rglob("*")] == ["slurm"]
