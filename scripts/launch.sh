@@ -54,9 +54,6 @@ if ! command -v "$python" >/dev/null; then
     refuse "there is no $python; run make setup, or set PYTHON to an interpreter that has torch"
 fi
 
-if [[ -z ${PORT_IS_CHOSEN:-} ]] && compgen -G '*.py' >/dev/null; then # make run has said it
-    "$python" -I -S scripts/launch/hidden_modules.py || true
-fi
 address_space_kb=$(ulimit -v)
 if [[ $address_space_kb != unlimited ]] && ((address_space_kb < 16 * 2 ** 20)); then
     echo "warning: ulimit -v is $address_space_kb kB, and torch needs some 4 GB of it, with GPUs more: if its import fails, ulimit -v unlimited" >&2

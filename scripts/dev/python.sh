@@ -13,10 +13,7 @@ for fd in 0 1 2; do [[ ! -d /dev/fd || -e /dev/fd/$fd ]] || eval "exec $fd<>/dev
 pythons=(.venv/bin/python python3 python3.14 python3.13 python3.12 python3.11)
 if [[ -n ${PYTHON:-} ]]; then pythons=("$PYTHON"); fi
 for python in "${pythons[@]}"; do
-    if reason=$("$python" -I -S -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>&1); then
-        if compgen -G '*.py' >/dev/null; then "$python" -I -S scripts/launch/hidden_modules.py || true; fi
-        exec "$python" "$@"
-    fi
+    if reason=$("$python" -I -S -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>&1); then exec "$python" "$@"; fi
 done
 if [[ -n ${PYTHON:-} && -n $reason ]] && command -v "$PYTHON" >/dev/null; then # it finds no libpython
     echo "error: $PYTHON does not start: ${reason//$'\n'/ }; load its module, or name another one: PYTHON=python3.12 make ..." >&2

@@ -437,19 +437,6 @@ def test_no_python_is_recent_enough_or_starts(tmp_path, pythons, env, error):
     assert text.startswith(f"error: {error}")
 
 
-def test_a_file_that_hides_a_module_of_python_is_named(tmp_path):
-    """In the start folder, where a user's own modules may be."""
-    (tmp_path / "scripts/launch").mkdir(parents=True)
-    shutil.copy(ROOT / "scripts/launch/hidden_modules.py", tmp_path / "scripts/launch")
-    (tmp_path / "scripts/dev").mkdir()
-    shutil.copy(ROOT / "scripts/dev/python.sh", tmp_path / "scripts/dev")
-    for name in ("types.py", "mine.py", "test.py"):
-        (tmp_path / name).touch()
-    result = run_command(str(tmp_path / "scripts/dev/python.sh"), "-m", "mine", PYTHON=sys.executable)
-    what = f"types.py in {tmp_path} hides the module of Python that has this name"
-    assert result.stderr.splitlines()[0] == f"warning: {what}; rename it if Python fails"
-
-
 def test_make_list_runs_without_a_recent_python3(tmp_path):
     """On RHEL 8 and 9, python3 is 3.6 or 3.9."""
     write_program(tmp_path / "python3", "exit 1")
