@@ -177,6 +177,20 @@ class TestRecord:
         assert [path.name for path in (tmp_path / "a").rglob("*")] == ["slurm"]
         self.open(tmp_path, "--name", "a")
 
+    def test_what_another_job_has_begun_is_not_removed(self, tmp_path, monkeypatch):
+        """A new run fails to begin, and a second job of that name has begun meanwhile: the second continues."""
+        options_of_one = options(["--runs-dir", str(tmp_path), "--name", "a", "--no-tensorboard"])
+        one, _ = open_run(options_of_one, "single", [Place("a", "CPU, 1 thread a process")])
+        other, _ = self.open(tmp_path, "--name", "a", "--resume", "auto")
+        before = contents(other.folder)
+        one.discard()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+            with pytest.raises(UserError, match="No space left"):
+                one.begin(0, total_steps=100, is_complete=False)
+        assert contents(other.folder) == before
+        other.check_owner()
+
     def test_names_count_up(self, tmp_path, monkeypatch):
         names = [self.open(tmp_path)[0].folder.name for _ in range(3)]
         assert names == ["single-001", "single-002", "single-003"]
@@ -200,8 +214,8 @@ class TestRecord:
             self.open(tmp_path, "--name", "a")
         args = options(["--runs-dir", str(tmp_path), "--name", "b", "--overwrite"])
         open_run(args, "single", [])  # claims the name; config.json is written once all ranks have restored
-        killed = "--resume auto in place of --overwrite, if a launch was killed there"
-        with pytest.raises(UserError, match=rf"b exists and is not a run; choose another --name, or {killed}"):
+        killed = "or give --resume auto alone if a launch was killed there"
+        with pytest.raises(UserError, match=rf"b exists and is not a run; choose another --name, {killed}"):
             open_run(args, "single", [])
         self.open(tmp_path, "--name", "b", "--resume", "auto")
 

@@ -99,7 +99,7 @@ def _new_run(args: Options, recipe: str) -> Path:
             (folder / "metrics.jsonl").touch(exist_ok=False)  # of two jobs that start together, one gets the name
         except FileExistsError:
             if args.resume == "auto" or args.overwrite:
-                killed = "or --resume auto in place of --overwrite, if a launch was killed there as it began"
+                killed = "or give --resume auto alone if a launch was killed there as it began"
                 fix = f"choose another --name{f', {killed}' if 'metrics.jsonl' in names_in(folder) else ''}"
                 raise UserError(f"{folder} exists and is not a run; {fix}") from None
             remedy = "add --resume auto to resume it, --overwrite to replace it, or choose another --name"
@@ -191,11 +191,12 @@ class Record:
         self._say_launch(config, step)
 
     def discard(self) -> None:
-        """Remove the folder of a new run that cannot begin."""
+        """Remove the folder of a new run that cannot begin, unless another job has begun it meanwhile."""
         if self.is_new and not self.replaces:
             with contextlib.suppress(OSError):
-                own = [self._config, *self.folder.glob("events.out.*")] if self._written else []
-                for path in [*own, self._metrics]:
+                if "config.json" in names_in(self.folder) and self._config.read_text() != self._written:
+                    return
+                for path in (self._config, self._metrics, *self.folder.glob("events.out.*")):
                     path.unlink(missing_ok=True)
                 self.folder.rmdir()  # fails if it holds a launcher's logs: then it stays
 
