@@ -159,7 +159,7 @@ begin_job() {
 # refuse_in_config FILE: refuse options in a --config file that this script reads from the command line only.
 refuse_in_config() {
     local found
-    if [[ -e $1 && ! -f $1 && ! -d $1 ]]; then refuse "--config $1: it is a pipe or a device, not a file"; fi # grep would wait
+    if [[ -e $1 && ! -f $1 && ! -d $1 ]]; then refuse "--config $1: it is a pipe, a device or a socket, not a file"; fi # grep would wait
     found=$(grep -sm 1 -oE '^[{ ]*"?(runs[-_]dir|name)"? *:' "$1" | tr -d '{": ' | tr _ -)
     if [[ -n $found ]]; then refuse "$1 has $found; give it on the command line: sbatch ... --$found VALUE"; fi
 }

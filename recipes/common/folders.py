@@ -19,18 +19,18 @@ def names_in(folder: Path) -> set[str]:
         return set()
 
 
-NO_FILE = "it is a pipe or a device, not a file"
+NO_FILE = "it is a pipe, a device or a socket, not a file"
 
 
 def is_special(path: Path) -> bool:
-    """Return whether a path is a pipe, a device or a socket: to read it may take for ever."""
+    """Return whether a path is a pipe, a device or a socket: to read it whole may take for ever."""
     with contextlib.suppress(OSError):  # whoever opens it says why it cannot be read
         return stat.S_IFMT(path.stat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR)
     return False
 
 
 def check_file(path: str | Path) -> None:
-    """Raise OSError if is_special()."""
+    """Raise OSError if is_special(), before something opens the path and waits."""
     if is_special(Path(path)):
         raise OSError(errno.EINVAL, NO_FILE, str(path))
 

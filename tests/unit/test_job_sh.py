@@ -1035,7 +1035,7 @@ def test_what_the_job_has_to_know_stands_in_no_configuration(job, tmp_path, line
 def test_a_configuration_that_is_a_pipe_is_refused(job, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     done = job("--config", str(tmp_path / "pipe"))
-    fix = "it is a pipe or a device, not a file"
+    fix = "it is a pipe, a device or a socket, not a file"
     assert (done.returncode, done.stderr) == (2, f"error: --config {tmp_path}/pipe: {fix}\n")
 
 

@@ -1,20 +1,21 @@
-"""A pipe or a device in a file's place is refused at once: to read it would take for ever."""
+"""A pipe or a device in the place of a file is refused at once: to read it would take for ever."""
 
 import os
 
 import pytest
 
 from recipes.common.checkpoint.checkpoint import CheckpointFolder
-from recipes.common.checkpoint.reading import read_newest
+from recipes.common.checkpoint.reading import BadCheckpointError, check_shards, read_newest
 from recipes.common.data.tokens import inspect_file
 from recipes.common.errors import UserError
+from recipes.common.record.earlier_launches import read_config
 from recipes.common.record.resume import read_path, read_weights
 from recipes.single.train import options
 from scripts.dev import export
 from scripts.launch.script import check_python
 from tests.unit.test_checkpoint import content
 
-SAID = "it is a pipe or a device, not a file"
+SAID = "it is a pipe, a device or a socket, not a file"
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -35,24 +36,30 @@ def special(request, tmp_path):
     ("read_it", "words"),
     [
         (lambda path: read_path(path), "--start-from {}: "),
-        (lambda path: read_weights(path, None), "{}: "),
         (lambda path: options(["--config", str(path)]), "--config {}: "),
         (lambda path: inspect_file(path, 2), "cannot read {}: "),
+        (lambda path: read_config(path), "{}"),
         (check_python, "SCRIPT {} cannot be read: "),
     ],
-    ids=["start-from", "weights", "config", "tokens", "script"],
+    ids=["start-from", "config", "tokens", "record", "script"],
 )
 def test_what_the_user_names(special, read_it, words):
-    with pytest.raises((UserError, OSError)) as caught:
+    with pytest.raises(UserError) as caught:
         read_it(special)
-    assert SAID in str(caught.value)
-    if isinstance(caught.value, UserError):
-        assert str(caught.value).startswith(words.format(special) + SAID)
+    said = " is damaged" if words == "{}" else SAID
+    assert str(caught.value).startswith(words.format(special) + said)
 
 
-def test_safetensors(special):
+@pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
+def test_weights(special, name):
     with pytest.raises(OSError, match=SAID):
-        read_weights(special.rename(special.with_name("w.safetensors")), None)
+        read_weights(special.rename(special.with_name(name)), None)
+
+
+def test_a_shard_file_makes_its_checkpoint_bad(special):
+    shard = special.rename(special.with_name("step-000000009-00000-0123abcd.shard"))
+    with pytest.raises(BadCheckpointError, match=f"its shard file {shard.name} is none: {SAID}"):
+        check_shards(special, [{"name": shard.name, "size": 8, "crc32": 0}])
 
 
 def test_an_export(special, tmp_path, capsys):

@@ -28,7 +28,7 @@ from recipes.common.checkpoint.checkpoint import (
     reason_of,
 )
 from recipes.common.errors import UserError
-from recipes.common.folders import NO_FILE, check_file, is_special, names_in
+from recipes.common.folders import NO_FILE, is_special, names_in
 from recipes.common.options import Options, option_applies
 
 ShardCheck = Callable[[Path, list[dict[str, Any]]], None]
@@ -138,7 +138,8 @@ def check_shards(path: Path, files: list[dict[str, Any]]) -> None:
         if not SHARD_NAME.fullmatch(name):
             raise BadCheckpointError(f"it names {name!r}, which is not a shard file")
         try:
-            check_file(path.with_name(name))
+            if is_special(path.with_name(name)):
+                raise BadCheckpointError(f"its shard file {name} is none: {NO_FILE}")
             with open(path.with_name(name), "rb") as file:
                 is_whole = os.fstat(file.fileno()).st_size == entry["size"]
                 checksum, _ = checksum_of(file, entry["size"] if is_whole else 0)

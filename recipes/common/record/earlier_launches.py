@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.common.errors import UserError
-from recipes.common.folders import check_file, names_in
+from recipes.common.folders import is_special, names_in
 
 NOT_COMPARED = ("config", "name", "overwrite", "resume", "runs_dir", "start_from", "weights")
 """Options that may change between the launches of a run: changed_options() does not report them."""
@@ -19,8 +19,7 @@ NOT_COMPARED = ("config", "name", "overwrite", "resume", "runs_dir", "start_from
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return a config.json's content; raises UserError if it is not one of ours, OSError if it cannot be read."""
-    check_file(path)
-    text = path.read_text(errors="replace")
+    text = "" if is_special(path) else path.read_text(errors="replace")
     with contextlib.suppress(LookupError, TypeError, ValueError):
         config: dict[str, Any] = json.loads(text)
         last = {**config, **config["launches"][-1]}
