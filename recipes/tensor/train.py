@@ -88,7 +88,7 @@ def wrap(model: nn.Module, data: Data, args: TensorOptions, world: World, mesh: 
         from recipes.common.models.user_model import check_shared_memory
         from recipes.tensor.user_plan import split_user_model
 
-        run_on_all_ranks(lambda: check_shared_memory(model, args), world)
+        run_on_all_ranks(lambda: check_shared_memory(model, args), world)  # the split copies what it splits
         split = partial(split_user_model, model, data, args, world.device, tp.size(), split)
     packed = run_on_all_ranks(split, world)
     if args.fully_shard:

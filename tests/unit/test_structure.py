@@ -261,6 +261,7 @@ LAUNCHERS = ("scripts.launch.local", "scripts.doctor.__main__", "scripts.launch.
 UNWANTED = [
     {**dict.fromkeys(LAUNCHERS, LIGHT), "slurm.submit": (*LIGHT, "submitit")},
     {"recipes.single.train": HEAVY, "recipes.ddp.train": (*HEAVY, "torch._dynamo", *OF_OPTIONS)},
+    dict.fromkeys(["recipes.context.train", "recipes.tensor.train"], ("recipes.common.models.user_model",)),
 ]
 """What modules may not load. One process imports those of a group: what one has loaded is found after the next."""
 
@@ -272,7 +273,7 @@ for module, unwanted in json.loads(sys.argv[1]).items():
 """
 
 
-@pytest.mark.parametrize("group", UNWANTED, ids=["launchers", "recipes"])
+@pytest.mark.parametrize("group", UNWANTED, ids=["launchers", "recipes", "recipes on FSDP2"])
 def test_importing_costs_no_more_than_it_must(group):
     assert [name for name in OF_OPTIONS if not (ROOT / f"{name.replace('.', '/')}.py").exists()] == []
     words = [sys.executable, "-c", IMPORT, json.dumps(group)]

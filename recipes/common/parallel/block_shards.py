@@ -15,9 +15,8 @@ from torch.utils._pytree import tree_map_only
 
 from recipes.common.errors import UserError
 from recipes.common.models.blocks import blocks
-from recipes.common.models.user_model import check_shared_memory
 from recipes.common.optim import AMP_DTYPES
-from recipes.common.options import HOOKED, Options
+from recipes.common.options import HOOKED, Options, is_user_code
 from recipes.common.parallel.buckets import check_frozen, frozen
 
 
@@ -26,7 +25,10 @@ def shard_blocks(model: nn.Module, args: Options, **settings: Any) -> FSDPModule
 
     Raises UserError if a parameter or module cannot be sharded.
     """
-    check_shared_memory(model, args)
+    if is_user_code(args.model):
+        from recipes.common.models.user_model import check_shared_memory
+
+        check_shared_memory(model, args)
     check_shardable(model, args)
     for parameter in model.parameters():
         if not parameter.is_contiguous():

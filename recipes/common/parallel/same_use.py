@@ -45,7 +45,7 @@ MISUSES = {
 class SameUse:
     """Compares what a rank is about to exchange: the first time with the other ranks', later with its own first.
 
-    A built-in model with a built-in task uses the same on all ranks: it is not checked, and neither is a model
+    A built-in model with a built-in task uses the same on all ranks: it is not compared, and neither is a model
     without FSDP's shards. Call each method on all ranks.
     """
 
@@ -126,7 +126,8 @@ class SameUse:
         DDP as check_complete().
         """
         if isinstance(self.model, DistributedDataParallel):
-            check_complete(self.model)
+            check_complete(self.model)  # it checks frozen parameters, too
+            return
         check_frozen(self.frozen)
         if self.is_needed:
             is_first, name = self.find_odd("parameters", set(missing_gradients(self.trained)))
