@@ -121,8 +121,8 @@ def test_a_wait_for_workers_that_hang_or_die_ends_in_one_line():
         (FileNotFoundError(2, "No such file or directory"), r"lost a worker \(.*No such file.*\); is memory"),
         (EOFError(), r"lost a worker \(EOFError\); is memory short\? lower --workers"),
         (RuntimeError(no_space), r"^rank 0 on \S+ has no shared memory left .*; enlarge /dev/shm .*, or lower"),
-        (OSError(30, "Read-only file system"), r"cannot start its workers \(Read-only .*\); make /dev/shm "),
-        (OSError(24, "Too many open files"), r"cannot start its workers \(Too many open files\); .* ulimit -n"),
+        (OSError(30, "Read-only file system"), r"cannot reach its workers \(Read-only .*\); make /dev/shm "),
+        (OSError(24, "Too many open files"), r"cannot reach its workers \(Too many open files\); .* ulimit -n"),
     ):
         with pytest.raises(WorkerError, match=message), workers.bounded(60):
             raise error

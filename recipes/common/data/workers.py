@@ -147,10 +147,10 @@ def bounded(seconds: float) -> Iterator[None]:
         # The other errors come from a worker that was killed before it handed over its samples.
         raise WorkerError(f"{place} lost a worker ({reason}); is memory short? {fix}") from error
     except OSError as error:  # of the semaphores and pipes between this rank and its workers
-        if error.errno not in (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EMFILE):
+        if error.errno not in (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENOMEM):
             raise
-        fix = "make /dev/shm writable and larger, raise ulimit -n, or give --workers 0"
-        raise WorkerError(f"{place} cannot start its workers ({error.strerror}); {fix}") from error
+        fix = "make /dev/shm writable and larger, raise ulimit -n, or lower --workers"
+        raise WorkerError(f"{place} cannot reach its workers ({error.strerror}); {fix}") from error
     finally:
         signal.setitimer(signal.ITIMER_REAL, left_s)
         signal.signal(signal.SIGALRM, handler)
