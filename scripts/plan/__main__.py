@@ -49,8 +49,13 @@ RECIPES = ("single", "ddp", "spawn", "apex", "horovod", "fsdp", "tensor")
 """Recipes whose gradient exchange the plan knows; spawn and apex exchange as ddp does."""
 
 UNKNOWN = (
-    *("activation_checkpointing", "cpu_offload", "sequence_parallel", "loss_parallel", "fully_shard"),
-    *("sync_batchnorm", "evaluate_every"),
+    "activation_checkpointing",
+    "cpu_offload",
+    "sequence_parallel",
+    "loss_parallel",
+    "fully_shard",
+    "sync_batchnorm",
+    "evaluate_every",
 )
 """Options of these recipes whose savings and costs the plan does not know."""
 
