@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -15,9 +16,11 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from scripts.dev import export
 from tests.conftest import slow
-from tests.support import ROOT, largest_difference, losses, train, weights
+from tests.support import ROOT, TIMEOUT_S, largest_difference, losses, train, weights
 
-CHAT, LORA, VIT, SPLIT = re.findall(r"```python\n(.*?)```", (ROOT / "docs/hugging-face.md").read_text(), re.DOTALL)
+TEXT = (ROOT / "docs/hugging-face.md").read_text()
+CHAT, LORA, VIT, SPLIT = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+(MERGE,) = re.findall(r"python -c '(.*)'", TEXT)
 CHARACTERS = "0123456789+= "
 OPTIONS = ("--optimizer", "adamw", "--lr", "1e-3", "--max-steps", "8", "--global-batch-size", "12")
 ANSWERS = ("--data", "chat:answers", *OPTIONS)
@@ -101,6 +104,22 @@ def test_lora_trains_its_matrices_alone(run, recipe):
     name = "model.layers.0.mlp.up_proj.{}weight"
     frozen = weights(expected)[f"base_model.model.{name.format('base_layer.')}"]
     torch.testing.assert_close(frozen, initial[name.format("")], rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_lora_is_merged(run, folder):
+    ours = run("single", 1, *ANSWERS, "--model", "chat:lora", "--lr", "0.01")
+    assert export.main([str(ours), str(folder / "lora.pt")]) == 0
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", MERGE], cwd=folder, env=env, check=True, timeout=TIMEOUT_S)
+    shutil.copy(folder / "Qwen3-0.6B" / "config.json", folder / "merged")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32)
+    name, given = "model.layers.1.mlp.up_proj", weights(ours)
+    base, a, b = (
+        given[f"base_model.model.{name}.{part}.weight"]
+        for part in ("base_layer", "lora_A.default", "lora_B.default")
+    )
+    torch.testing.assert_close(model.get_parameter(f"{name}.weight"), base + b @ a * 8 / 16)
 
 
 @pytest.mark.parametrize("recipe", slow("ddp"))

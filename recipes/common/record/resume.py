@@ -157,7 +157,7 @@ def read_weights(path: Path, check: ShardCheck | None) -> tuple[Path, Content]:
         UserError: the file holds no weights, or not weights alone; or as read_path().
         OSError: the file cannot be read.
     """
-    fix = "give a file of torch.save(model.state_dict()), safetensors, a checkpoint, or a run's folder"
+    fix = "give a file of torch.save(model.state_dict()), safetensors, a folder of them, a checkpoint, or a run's"
     content: Any = {"format": FORMAT}
     path = _published_in(path)
     try:
