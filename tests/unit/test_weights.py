@@ -153,6 +153,15 @@ def test_bad_safetensors_are_refused_in_one_line(single, tmp_path, name, text, w
     assert "\n" not in str(caught.value)
 
 
+def test_safetensors_that_cannot_be_read_say_why(single, tmp_path):
+    """The package says of every error, also of a lack of permission, that there is no such file."""
+    (tmp_path / "b.safetensors").symlink_to(tmp_path / "b.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"weight": "b.safetensors"}}))
+    with pytest.raises(UserError, match=r"cannot read .*b\.safetensors: Too many levels of symbolic links"):
+        single("a", "--weights", str(index))
+
+
 # ---- what fits
 
 

@@ -29,6 +29,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
             names = set(json.loads(path.read_bytes())["weight_map"].values())
         for name in sorted(names):
             check_file(path.parent / name)
+            open(path.parent / name, "rb").close()  # the package takes each error for "no such file"
             tensors |= safetensors.torch.load_file(path.parent / name)
     except FileNotFoundError as error:
         raise UserError(f"{path}: {reason_of(error)}; give a file that exists, or copy what is missing") from None
