@@ -318,7 +318,8 @@ def test_a_signal_to_the_launcher(tmp_path):
     job.wait_for_step(tmp_path / "real", 9)
     job.process.send_signal(signal.SIGUSR1)
     result = job.wait(check=True)
-    assert "stopped by SIGUSR1: wrote " in result.stdout
+    # Rank 0 may learn of the signal by the other rank's vote, before its own agent has passed it on.
+    assert re.search("stopped by (SIGUSR1|a signal to another rank): wrote ", result.stdout)
     assert result.errors == []
     step = newest_checkpoint(tmp_path / "real")["position"]["step"]
     assert last_step(tmp_path / "real") == step > 0
@@ -413,7 +414,7 @@ def test_kill_9_of_any_process_ends_all_within_10_s(uninterrupted, tmp_path, vic
     words = words_for(tmp_path, "killed", "--checkpoint-every", "5", *ENDLESS)
     per_node = 2 if victim == "rank" else 1
     job = local("ddp", 2, per_node, *words, **without_setpriv(tmp_path))
-    job.wait_for_step(tmp_path / "killed", 12)
+    job.wait_for_step(tmp_path / "killed", 16)  # step 15 waits until the checkpoint of step 10 is on the disk
     found = VICTIMS[victim](job)
     assert len(found) == {"rank": 4, "agent": 2, "launcher": 1}[victim]
     random.Random(victim).shuffle(found)
