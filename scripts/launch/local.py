@@ -36,7 +36,7 @@ from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.node import how_ended, shell_status
 from recipes.common.process.parent import end_with_parent
 from recipes.common.process.rendezvous_errors import PortTakenError
-from recipes.common.process.signals import STOP_SIGNALS
+from recipes.common.process.signals import STOP_SIGNALS, handle_stop_signals
 from recipes.common.watch.timeouts import HANG_STATUS
 from scripts.launch import script
 from scripts.launch.command import (
@@ -246,9 +246,7 @@ class LocalJob:
         signal.signal(signal.SIGINT, self.interrupt)
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # a lost connection; nohup ignores it
             signal.signal(signal.SIGHUP, self.interrupt)
-        for number in STOP_SIGNALS:
-            signal.signal(number, self.record_stop)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # an earlier job has blocked them
+        handle_stop_signals(self.record_stop)  # an earlier job has blocked them
 
     def record_stop(self, number: int, frame: FrameType | None) -> None:
         """Record a stop signal; wait() then sends it to every node."""
