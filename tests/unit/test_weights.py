@@ -118,15 +118,16 @@ def test_a_run_with_an_exported_model_is_a_run(given, single):
     assert f"took 10 of 10 tensors from {given}/checkpoints/best.pt" in lines
 
 
-def test_safetensors_in_several_files(given, single, tmp_path):
+@pytest.mark.parametrize("named", ["model.safetensors.index.json", ""], ids=["index", "folder"])
+def test_safetensors_in_several_files(given, single, tmp_path, named):
     state = {name: value.contiguous() for name, value in weights(given).items()}
     first = dict(itertools.islice(state.items(), 4))
     save_file(first, tmp_path / "model-00001-of-00002.safetensors")
     save_file({name: value for name, value in state.items() if name not in first}, tmp_path / "b.safetensors")
-    index = tmp_path / "model.safetensors.index.json"  # its folder is named, as save_pretrained() writes it
+    index = tmp_path / "model.safetensors.index.json"
     files = {name: "model-00001-of-00002.safetensors" if name in first else "b.safetensors" for name in state}
     index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    assert f"took 10 of 10 tensors from {index}" in single("a", "--weights", str(tmp_path), *STILL)
+    assert f"took 10 of 10 tensors from {index}" in single("a", "--weights", str(tmp_path / named), *STILL)
     for name, value in weights(tmp_path / "a").items():
         torch.testing.assert_close(value, state[name], rtol=0, atol=1e-6)
     (tmp_path / "b.safetensors").unlink()
