@@ -26,7 +26,7 @@ from recipes.common.record.record import Record
 from recipes.common.seeding import permutation
 from recipes.common.task import has_own, in_float
 from recipes.common.world.agreement import SLOWEST, raise_on_all_ranks, run_on_all_ranks, wait_for_all
-from recipes.common.world.peers import Peers
+from recipes.common.world.peers import Peers, own_part
 
 if TYPE_CHECKING:
     from recipes.common.profile import Profile
@@ -177,7 +177,7 @@ class Job:
             return
         state = {"model": self.model.state_dict(), **own}
         if is_sharded:
-            weights = [p.to_local() if hasattr(p, "to_local") else p for p in self.model.parameters()]
+            weights = [own_part(parameter) for parameter in self.model.parameters()]
         else:
             weights = [state["model"][name] for name, _ in self.model.named_parameters()]
         is_sound = self.guard.is_sound(self.position.step, weights)

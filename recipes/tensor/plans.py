@@ -8,6 +8,7 @@ all other layers whole and computes them for all tokens or, with sequence parall
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import partial
 from itertools import pairwise
@@ -59,7 +60,7 @@ Packed = dict[str, int]
 
 SEQUENCE = {"embedding": "cut", "blocks.*.norm?": "tokens", "head": "gather"}
 """What --sequence-parallel adds to the plan of a model with blocks."""
-VOCABULARY = {"embedding": "vocabulary", "head.norm": "copy"}
+VOCABULARY = {"embedding": "embedding_rowwise", "head.norm": "copy"}
 """What --loss-parallel adds to the plan of a GPT."""
 
 
@@ -100,7 +101,6 @@ def parallelize(
             raise UserError(f"--loss-parallel: --model {name} has no plan for vocabularies; {fix}")
         layers.update(VOCABULARY)
     packed: Packed = {}
-    is_trained = {path: parameter.requires_grad for path, parameter in model.named_parameters()}
     torch.backends.mha.set_fastpath_enabled(False)  # in evaluation, the fused layer would read whole weights
     for path, module in model.named_modules():
         if not own_plan and isinstance(module, Attention | nn.MultiheadAttention):
@@ -109,13 +109,32 @@ def parallelize(
         check_layers(model, path, style, name, ranks)
     styles = make_styles(sequence)
     # Tensor: every rank has drawn the same weights and cuts out its shards: nothing crosses the wire.
-    parallelize_module(model, mesh, {path: styles[style] for path, style in layers.items()}, src_data_rank=None)
+    with kept_uses(model):
+        parallelize_module(
+            model, mesh, {path: styles[style] for path, style in layers.items()}, src_data_rank=None
+        )
     if vocabulary and isinstance(model, GPT):
-        model.head.weight = model.embedding.weight  # tie the matrices again
         model.head.register_forward_hook(whole_logits)
-    for path, parameter in model.named_parameters():  # SequenceParallel makes new ones, which are all trained
-        parameter.requires_grad_(is_trained[path])
     return packed
+
+
+def names_of_parameters(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter: more than one if modules share it."""
+    names: dict[Tensor, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return list(names.values())
+
+
+@contextmanager
+def kept_uses(model: nn.Module) -> Iterator[None]:
+    """Let the parameters that replace the model's in this block be trained, and shared, as those were."""
+    uses = [(names, model.get_parameter(names[0]).requires_grad) for names in names_of_parameters(model)]
+    yield
+    for (first, *others), is_trained in uses:
+        parameter = model.get_parameter(first).requires_grad_(is_trained)
+        for module, _, key in (other.rpartition(".") for other in others):
+            setattr(model.get_submodule(module), key, parameter)
 
 
 def make_styles(sequence: bool) -> dict[str, ParallelStyle]:
@@ -126,6 +145,10 @@ def make_styles(sequence: bool) -> dict[str, ParallelStyle]:
     """
     whole, tokens = Replicate(), Shard(1)
     between = tokens if sequence else whole
+    # Tensor: each rank takes its part of whole inputs; an embedding looks up the tokens whose rows it has: others
+    # are zero. All-reduces the sum, 2 (N-1)/N S, and all-gathers the gradient of a linear layer's inputs,
+    # (N-1)/N S. With a sequence, reduce-scatters the sum, and all-gathers its gradient: (N-1)/N S each.
+    from_whole = RowwiseParallel(input_layouts=whole, output_layouts=between, use_local_output=not sequence)
     return {
         # Tensor: a column-wise layer sends nothing forward, and all-reduces its inputs' gradient: 2 (N-1)/N S.
         # With a sequence, it all-gathers its inputs, and reduce-scatters their gradient: (N-1)/N S each.
@@ -133,6 +156,10 @@ def make_styles(sequence: bool) -> dict[str, ParallelStyle]:
         # Tensor: a row-wise layer all-reduces its output, 2 (N-1)/N S, and sends nothing back. With a sequence, it
         # reduce-scatters its output, and all-gathers the gradient: (N-1)/N S each.
         "rowwise": RowwiseParallel(output_layouts=between, use_local_output=not sequence),
+        # Tensor: also all-gathers the outputs, (N-1)/N S; in backward, each rank takes its part of their gradient.
+        "colwise_gather_output": ColwiseParallel(output_layouts=whole),
+        "rowwise_split_input": from_whole,
+        "embedding_rowwise": from_whole,
         # Tensor: a norm sends nothing. Its weights' gradient is of the rank's own tokens: train.py sums it.
         "tokens": SequenceParallel(),
         # Tensor: what a module computes from a rank's units, such as the norm of each head, sends nothing. Its
@@ -142,9 +169,6 @@ def make_styles(sequence: bool) -> dict[str, ParallelStyle]:
         "cut": PrepareModuleOutput(output_layouts=whole, desired_output_layouts=tokens, use_local_output=False),
         # Tensor: all-gathers the tokens, (N-1)/N S; in backward, each rank takes its part of their gradient.
         "gather": PrepareModuleInput(input_layouts=tokens, desired_input_layouts=whole, use_local_output=True),
-        # Tensor: each rank looks up the tokens whose rows it has, and sets the others to zero: all-reduces the
-        # sum, 2 (N-1)/N S. With a sequence, reduce-scatters it, and all-gathers the gradient: (N-1)/N S each.
-        "vocabulary": RowwiseParallel(input_layouts=whole, output_layouts=between, use_local_output=not sequence),
         # Tensor: each rank computes the logits of its rows of the vocabulary from the whole activation, as a
         # column-wise layer does: all-reduces the activation's gradient, 2 (N-1)/N S.
         "copy": PrepareModuleOutput(output_layouts=whole, desired_output_layouts=whole, use_local_output=False),

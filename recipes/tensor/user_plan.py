@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -15,7 +14,7 @@ from recipes.common.models.split_check import Pass, call_own, check_same_pass, o
 from recipes.common.options import HOOKED, Options
 from recipes.common.parallel.sharding import gather_whole
 from recipes.common.user_code import name_of
-from recipes.tensor.plans import PLANS, Packed, matches, swap
+from recipes.tensor.plans import PLANS, Packed, matches, names_of_parameters, swap
 
 BETWEEN = "replicated_with_grad_allreduce"
 FIXES = (
@@ -25,24 +24,29 @@ FIXES = (
 )
 """What to do with a plan if a pass fails, or gives another output, or another gradient."""
 FIX = "leave the layers as their class has made them, or use --tensor-parallel 1"
-STYLES = ("colwise", "rowwise", BETWEEN)
-"""Hugging Face's names; BETWEEN is for modules between a colwise layer and a rowwise one."""
+STYLES: dict[str, type[nn.Module] | None] = {
+    **dict.fromkeys(("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input"), nn.Linear),
+    "embedding_rowwise": nn.Embedding,
+    BETWEEN: None,
+}
+"""Hugging Face's names, and the class that each splits; BETWEEN is for any module between two split layers."""
+SPLIT_ROWS = {"colwise", "colwise_gather_output", "embedding_rowwise"}
+"""The styles in which layers can share their weight: each splits its rows."""
 
 
 def read_plan(model: nn.Module, name: str) -> dict[str, str]:
     """Return the model's tensor_plan: the style of each split layer, by a pattern of paths such as layers.*.up.
 
-    Raises UserError if there is none, or it names anything but nn.Linear layers that can be split.
+    Raises UserError if there is none, or a style does not fit what it names.
     """
     what, plan = f"--model {name}", getattr(model, "tensor_plan", None)
-    if plan is None:
+    if plan is None or plan == {}:
         fix = "give it a tensor_plan (docs/your-model.md), or use --tensor-parallel 1"
         raise UserError(f"{what}: it has no plan of what to split; {fix}")
-    if not isinstance(plan, dict) or not plan:
+    if not isinstance(plan, dict):
         example = '{"layers.*.up": "colwise"}'
         raise UserError(f"{what}: tensor_plan is {name_of(plan)}; give a dict such as {example}")
-    users = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
-    named = set[str]()
+    named: dict[str, str] = {}
     for pattern, style in plan.items():
         if style not in STYLES:
             raise UserError(f"{what}: tensor_plan has {style!r} for {pattern}; use {', '.join(STYLES)}")
@@ -51,16 +55,20 @@ def read_plan(model: nn.Module, name: str) -> dict[str, str]:
             raise UserError(f"{what}: tensor_plan names {pattern}, which is no module of it; correct the name")
         if twice := named & found.keys():
             raise UserError(f"{what}: tensor_plan names {min(twice)} by two patterns; remove one of them")
-        named.update(found)
+        named |= dict.fromkeys(found, style)
         for path, module in found.items():
             is_packed = isinstance(model.get_submodule(path.rpartition(".")[0]), nn.MultiheadAttention)
-            if (type(module) is not nn.Linear or is_packed) and style != BETWEEN:
-                kind = "nn.MultiheadAttention" if is_packed else f"a {type(module).__name__}"
-                fix = "name layers of nn.Linear, such as those of queries, keys, values and output"
-                raise UserError(f"{what}: tensor_plan names {path} of {kind}; {fix}")
-            if any(users[parameter] > 1 for parameter in module.parameters()):
-                fix = "leave it out, and it stays whole"
-                raise UserError(f"{what}: tensor_plan names {path}, which shares its weight; {fix}")
+            kind = STYLES[style]
+            if kind and (is_packed or not isinstance(module, kind)):
+                other = "nn.MultiheadAttention" if is_packed else f"a {type(module).__name__}"
+                fix = f"{style} splits nn.{kind.__name__} alone: leave it out, and it stays whole"
+                raise UserError(f"{what}: tensor_plan names {path} of {other}; {fix}")
+    for names in names_of_parameters(model):
+        owners = [name.rpartition(".")[0] for name in names]
+        split = [path for path in owners if path in named]
+        if len(owners) > 1 and split and not SPLIT_ROWS.issuperset(map(named.get, owners)):
+            fix = "leave it out, and it stays whole"
+            raise UserError(f"{what}: tensor_plan names {split[0]}, which shares its weight; {fix}")
     return plan
 
 

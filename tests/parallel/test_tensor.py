@@ -139,6 +139,36 @@ class Llama(nn.Module):
         return self.head(x)
 
 
+class Gathered(Llama):
+    """As in Phi-3: what is split within a layer is gathered behind it. Also the vocabulary, as in Pythia."""
+
+    def __init__(self, data):
+        super().__init__(data)
+        self.head = nn.Linear(32, data.num_classes, bias=False)
+        inner = dict.fromkeys(("gate", "up", "q", "k", "v"), "colwise_gather_output")
+        inner |= dict.fromkeys(("o", "down"), "rowwise_split_input")
+        self.tensor_plan = {f"layers.*.{name}": style for name, style in inner.items()}
+        self.tensor_plan |= {"tokens": "embedding_rowwise", "head": "colwise_gather_output"}
+
+
+class GatheredTied(Gathered):
+    """Embedding and head share their weight, and keep sharing it; the embedding has a buffer, as in Gemma."""
+
+    def __init__(self, data):
+        super().__init__(data)
+        self.tokens = Scaled(data.num_classes, 32)
+        self.tokens.weight = self.head.weight
+
+
+class Scaled(nn.Embedding):
+    def __init__(self, rows, columns):
+        super().__init__(rows, columns)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, ids):
+        return super().forward(ids) * self.scale
+
+
 class TiedBlocks(Llama):
     """Two blocks share a weight that is whole: FSDP cannot shard it with each of them."""
 
@@ -167,7 +197,15 @@ NAME = "tests.parallel.test_tensor:"
         ("Llama", 4, ()),
         ("SummedHeads", 2, ()),
         ("SummedZeros", 2, ()),
-        *slow(("Llama", 2, ("--amp", "bf16")), ("Llama", 6, (FULL,)), ("SummedHeads", 4, (FULL,))),
+        ("GatheredTied", 4, ()),
+        *slow(
+            ("Gathered", 6, (FULL,)),
+            ("GatheredTied", 3, ("--tensor-parallel", "3")),
+            ("GatheredTied", 6, (FULL,)),
+            ("Llama", 2, ("--amp", "bf16")),
+            ("Llama", 6, (FULL,)),
+            ("SummedHeads", 4, (FULL,)),
+        ),
         ("TiedBlocks", 4, (FULL,)),
     ],
 )
@@ -210,13 +248,25 @@ class PackedHeads(nn.Module):
     [
         (None, "it has no plan of what to split; give it a tensor_plan"),
         (list(PLAN), "tensor_plan is a list; give a dict such as"),
-        ({"layers.*.q": "column"}, "tensor_plan has 'column' for layers.*.q; use colwise, rowwise, rep"),
+        (
+            {"layers.*.q": "column"},
+            "tensor_plan has 'column' for layers.*.q; use colwise, colwise_gather_output, rowwise, ",
+        ),
         ({"layers.q": "colwise"}, "tensor_plan names layers.q, which is no module of it; correct the name"),
         (
             {"layers.*.norm1": "colwise"},
-            "tensor_plan names layers.0.norm1 of a LayerNorm; name layers of nn.Linear",
+            "tensor_plan names layers.0.norm1 of a LayerNorm; colwise splits nn.Linear alone: leave it out",
+        ),
+        (
+            {"head": "embedding_rowwise"},
+            "tensor_plan names head of a Linear; embedding_rowwise splits nn.Embedding alone: leave it out",
         ),
         ({"head": "colwise"}, "tensor_plan names head, which shares its weight; leave it out"),
+        (
+            {"tokens": "embedding_rowwise", "head": "rowwise_split_input"},
+            "tensor_plan names tokens, which shares its weight; leave it out",
+        ),
+        ({}, "it has no plan of what to split; give it a tensor_plan"),
         (
             {"layers.*.q": "colwise", "layers.1.*": "rowwise"},
             "tensor_plan names layers.1.q by two patterns; remove",
@@ -228,7 +278,7 @@ def test_plans_that_name_what_cannot_be_split_are_refused(plan, message):
     model.tensor_plan = plan
     with refused(f"--model mine:net: {message}"):
         read_plan(model, "mine:net")
-    with refused("--model mine:net: tensor_plan names inner.out_proj of nn.MultiheadAttention; name layers of"):
+    with refused("--model mine:net: tensor_plan names inner.out_proj of nn.MultiheadAttention; rowwise splits"):
         read_plan(PackedHeads(), "mine:net")
 
 

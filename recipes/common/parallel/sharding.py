@@ -23,7 +23,7 @@ from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.optim import optimizer_state
 from recipes.common.options import Options
-from recipes.common.world.peers import Peers
+from recipes.common.world.peers import Peers, own_part
 from recipes.common.world.tree import Slot
 
 Boxes = Callable[[str | None, Box], list[Box]]
@@ -189,7 +189,7 @@ def own_state(job: Job, grid: DeviceMesh | None = None, boxes: Boxes = lambda na
         nonlocal place
         if not isinstance(value, Tensor):
             return value
-        pieces, row, local = [], 0, value.to_local() if isinstance(value, DTensor) else value
+        pieces, row, local = [], 0, own_part(value)
         for box in boxes(name, own_box(value)) if is_written_here(value, job.peers.rank, grid) else []:
             rows = box[0][1] - box[0][0] if box else 1
             part = local.detach().narrow(0, row, rows) if box else local.detach()

@@ -47,7 +47,13 @@ class Peers:
 
 def broadcast_bytes(tensor: Tensor, broadcast: Callable[[Tensor], object]) -> None:
     """Overwrite a tensor of any dtype with another rank's by a broadcast of bytes, which no library lacks."""
-    flat = tensor.detach().contiguous().flatten()
+    own = own_part(tensor).detach()
+    flat = own.contiguous().flatten()
     broadcast(flat.view(torch.uint8))
-    if not tensor.is_contiguous():
-        tensor.detach().copy_(flat.view(tensor.shape))
+    if not own.is_contiguous():
+        own.copy_(flat.view(own.shape))
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Return the tensor, or what this rank has of a DTensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
