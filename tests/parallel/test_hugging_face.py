@@ -19,7 +19,7 @@ from tests.conftest import slow
 from tests.support import ROOT, TIMEOUT_S, largest_difference, losses, train, weights
 
 TEXT = (ROOT / "docs/hugging-face.md").read_text()
-CHAT, LORA, VIT, SPLIT = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+CHAT, LORA, VIT, SPLIT, SEQUENCE = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 (MERGE,) = re.findall(r"python -c '(.*)'", TEXT)
 CHARACTERS = "0123456789+= "
 OPTIONS = ("--optimizer", "adamw", "--lr", "1e-3", "--max-steps", "8", "--global-batch-size", "12")
@@ -48,7 +48,8 @@ def folder(tmp_path_factory):
     model.save_pretrained(folder / "vit-base-patch16-224")
     lines = [{"prompt": f"{n} + 25 =", "answer": f" {n + 25}"} for n in range(200)]
     (folder / "answers.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    (folder / "chat.py").write_text((CHAT + LORA + SPLIT).replace('"Qwen3-0.6B", 256', '"Qwen3-0.6B", 16'))
+    chat = CHAT + LORA + SPLIT + SEQUENCE
+    (folder / "chat.py").write_text(chat.replace('"Qwen3-0.6B", 256', '"Qwen3-0.6B", 16'))
     (folder / "images.py").write_text(VIT)
     return folder
 
@@ -87,11 +88,17 @@ def test_a_language_model_has_one_curve(run, recipe):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "options"), slow(("tensor", ()), ("context", ()), ("fsdp", ("--activation-checkpointing",)))
+    ("recipe", "model", "options"),
+    slow(
+        ("tensor", "split", ()),
+        ("context", "split", ()),
+        ("fsdp", "split", ("--activation-checkpointing",)),
+        ("pipeline", "sequence", ("--stages", "2")),
+    ),
 )
-def test_the_split_model_has_the_curve_of_the_whole_one(run, recipe, options):
+def test_the_split_model_has_the_curve_of_the_whole_one(run, recipe, model, options):
     expected = run("single", 1, *ANSWERS, "--model", "chat:net", *WEIGHTS)
-    assert_same(run(recipe, 2, *ANSWERS, "--model", "chat:split", *WEIGHTS, *options), expected)
+    assert_same(run(recipe, 2, *ANSWERS, "--model", f"chat:{model}", *WEIGHTS, *options), expected)
 
 
 @pytest.mark.parametrize("recipe", slow("ddp", "fsdp"))
