@@ -12,6 +12,8 @@ from tests.conftest import slow
 from tests.support import TEXT_DIR, assert_same_training, losses, metrics, train
 
 STEPS = ("--device", "cpu", "--seq-len", "16", "--global-batch-size", "6", "--max-steps", "6")
+ALONE = ("--workers", "0")
+"""Each rank reads its samples itself: else it starts a process that imports torch, and two workers."""
 TEXT = ("--data", "text", "--data-dir", str(TEXT_DIR))
 
 
@@ -29,7 +31,7 @@ def tokens(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def single(tokens, tmp_path_factory):
-    return train("single", tmp_path_factory.mktemp("single"), 1, *tokens)
+    return train("single", tmp_path_factory.mktemp("single"), 1, *tokens, *ALONE)
 
 
 def evaluations(run):
@@ -51,12 +53,12 @@ def test_the_numbers_are_those_of_text(single, tmp_path):
     [
         ("ddp", 3, ()),
         *slow(
-            ("fsdp", 2, ("--sharded-checkpoints",)),
-            ("context", 2, ()),
-            ("tensor", 2, ()),
-            ("pipeline", 2, ("--num-microbatches", "3")),
-            ("scratch", 3, ("--workers", "0")),
-            ("dataparallel", 1, ()),
+            ("fsdp", 2, (*ALONE, "--sharded-checkpoints")),
+            ("context", 2, ALONE),
+            ("tensor", 2, ALONE),
+            ("pipeline", 2, (*ALONE, "--num-microbatches", "3")),
+            ("scratch", 3, ALONE),
+            ("dataparallel", 1, ALONE),
         ),
     ],
 )
@@ -64,7 +66,7 @@ def test_evaluations_within_an_epoch_change_nothing(tokens, single, tmp_path, re
     """Every second step is evaluated and saved, with the averages of a run that ends there."""
     run = train(recipe, tmp_path, world_size, *tokens, *more, "--evaluate-every", "2")
     assert losses(run) == pytest.approx(losses(single), rel=1e-5)
-    short = train("single", tmp_path, 1, *tokens, "--max-steps", "2")
+    short = train("single", tmp_path, 1, *tokens, *ALONE, "--max-steps", "2")
     first, second, last = evaluations(run)
     assert first[:3] == ("evaluation", 1, 2)
     assert [second[:3], last] == [("evaluation", 1, 4), *evaluations(single)]
@@ -76,6 +78,7 @@ def test_evaluations_within_an_epoch_change_nothing(tokens, single, tmp_path, re
 def test_a_run_goes_on_after_an_evaluation_on_other_ranks(tokens, single, tmp_path):
     """The checkpoint of step 4 lies within the first epoch, between two evaluations."""
     middle = "checkpoints/step-000000004.pt"
+    tokens = (*tokens, *ALONE)
     first = train("ddp", tmp_path, 2, *tokens, "--evaluate-every", "3", "--checkpoint-every", "2")
     run = train("ddp", tmp_path, 3, *tokens, "--evaluate-every", "3", "--start-from", str(first / middle))
     assert evaluations(run) == evaluations(single)

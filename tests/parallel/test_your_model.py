@@ -737,6 +737,7 @@ def test_the_loss_of_a_step_is_that_of_cross_entropy(run, folder, monkeypatch):
 def test_a_step_in_which_no_target_counts_is_warned_of_once(start, recipe, world_size, labelled):
     """Its loss is 0, as if the model were perfect. Of 64 samples, the last one may count."""
     argv = ("--data", "mine:unlabelled", "--model", "mine:net", "--max-steps", "3", "--global-batch-size", "64")
+    argv += ("--workers", "0")
     outcome = start(recipe, world_size, *argv, LABELLED=str(labelled)).wait(check=True)
     warning = "warning: no target of step 1 counts (those of class -100 do not), so its loss is 0"
     assert outcome.text.count(warning) == outcome.text.count("warning: no target") == (labelled == 64)
