@@ -364,6 +364,7 @@ def test_given_weights_are_evaluated_on_every_sample(train, recipe, world_size):
     assert (ours["epoch"], ours["step"], ours["test_accuracy"]) == (0, 0, theirs["test_accuracy"])
     assert ours["test_loss"] == pytest.approx(theirs["test_loss"], rel=1e-6)
     assert len(metrics(path)) == 1
+    assert "warning" not in (path.parent / f"output-{path.name}" / "rank0.txt").read_text()
     assert not (path / "checkpoints").exists()
     result = json.loads((path / "result.json").read_text())
     assert (result["world_size"], result["test_accuracy"]) == (world_size, theirs["test_accuracy"])

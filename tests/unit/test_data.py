@@ -16,7 +16,8 @@ import pytest
 import torch
 from torchvision import datasets
 
-from recipes.common.data import imagefolder, load_data, unread_folder
+from recipes.common.data import Data, Spec, imagefolder, load_data, unread_folder
+from recipes.common.data.splits import MemorySplit
 from recipes.common.errors import UserError
 from recipes.common.task import SKIPPED
 from recipes.single.train import options
@@ -340,6 +341,7 @@ class TestImageFolder:
         for name in ("train/a/0.png", "train/b/0.png", "train/c/0.png", "val/a/0.png"):
             (tmp_path / name).parent.mkdir(parents=True)
             Image.new("RGB", (9, 9), (255, 0, 0)).save(tmp_path / name)
+        assert self.load(tmp_path).examples(2)[1].tolist() == [0, 1]
         (tmp_path / "train/a/0.png").write_bytes(b"no image")
         images, labels = self.load(tmp_path).examples(2)
         assert labels.tolist() == [1, 2]
@@ -347,6 +349,11 @@ class TestImageFolder:
         for name in ("b", "c"):
             (tmp_path / "train" / name / "0.png").write_bytes(b"no image")
         assert self.load(tmp_path).examples(2)[1].tolist() == [SKIPPED, SKIPPED]
+
+    def test_a_value_that_is_no_class_counts_whatever_it_is(self):
+        split = MemorySplit(torch.zeros(4, 1), torch.tensor([SKIPPED, 1.0, 2.0, 3.0]))
+        data = Data(split, split, Spec((1,), torch.float32), Spec((), torch.float32), None, "values")
+        assert data.examples(2)[1].tolist() == [SKIPPED, 1.0]
 
     @pytest.mark.parametrize("flags", [[], ["--skip-bad-images"]])
     def test_an_image_that_cannot_be_read_is_not_a_bad_one(self, tmp_path, monkeypatch, flags):

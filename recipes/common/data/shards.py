@@ -185,9 +185,7 @@ class RemoteImages(ShardedImages):
         return self._value("offset", index) + self._value("size", index)
 
     def read(self, index: int) -> bytes:
-        """Return an image's file; raises OSError if the server does not return it as it was packed."""
-        if index not in self.pending:
-            self.pending |= self._begin([index])
+        """Return an image's file, once; raises OSError if the server does not return it as it was packed."""
         future, at = self.pending.pop(index)
         group: Content = self.store.result(future)
         content = bytes(group[at : at + self._value("size", index)])
