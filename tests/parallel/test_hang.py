@@ -87,7 +87,7 @@ def test_every_recipe_names_a_stopped_rank(tmp_path, recipe, world_size, victim)
 def test_a_rank_that_stops_is_named_by_the_second_of_two_collectives_that_wait_for_it(tmp_path):
     """Gloo ends the count of targets, which waits behind the vote, with another message than the vote."""
     stop = Interrupt(signal.SIGSTOP, STEP, [1])
-    argv = ("--data", "tests.slow_data:slower_images", "--workers", "0", "--log-every", "1000")
+    argv = ("--data", "tests.slow_data:images", "--workers", "0", "--log-every", "1000")
     awake, line, run = interrupted("ddp", tmp_path, 2, stop, *argv)
     assert line.startswith("error: rank 1 on ")
     assert re.search(rf' waited [45] s in "targets" after step {STEP}; ', line)

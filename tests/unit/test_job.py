@@ -106,6 +106,14 @@ class TestJob:
         loop.save_checkpoint(job, SimpleNamespace(gather_state=None))
         assert seen == expected
 
+    @pytest.mark.parametrize(("log_every", "steps"), [("1000", [2, 3]), ("1", [1, 2, 3])])
+    def test_a_gpu_is_asked_for_a_bad_step_before_what_is_logged_or_saved(self, log_every, steps):
+        job, asked = tiny_job("--epochs", "4", "--log-every", log_every, "--checkpoint-every", "2"), []
+        job.guard.read_back = asked.append
+        for _ in range(3):
+            job.count_step()
+        assert asked == steps
+
     def test_steps(self):
         job = tiny_job("--epochs", "4")
         assert (job.steps_per_epoch, job.total_steps, job.epoch_end) == (3, 12, 3)
