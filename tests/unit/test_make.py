@@ -277,7 +277,7 @@ def test_a_typed_variable_that_a_target_ignores_is_refused(monkeypatch, target, 
     ("target", "flags"),
     [
         ("run", "SCRIPT=train.py BATCH_SIZE=8"),
-        ("submit", "RECIPE=ddp SITE_ENV=a.env CONTAINER_IMAGE=b MAX_REQUEUES=3 STAGE=venv.tar"),
+        ("submit", "RECIPE=ddp GPUS=h100:8 SITE_ENV=a.env CONTAINER_IMAGE=b MAX_REQUEUES=3 STAGE=venv.tar"),
         ("run", "RECIPE=ddp FABRIC=tcp"),
         ("plan", "RECIPE=ddp MODEL=resnet50"),
         ("drill", "SEED=3"),
