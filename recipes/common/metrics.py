@@ -121,7 +121,7 @@ class Throughput:
         return self._sent / self._steps if self._steps else 0.0
 
     def _rate(self, steps: int, seconds: float) -> float:
-        return steps * self.global_batch_size / seconds if steps and seconds else 0.0
+        return steps * self.global_batch_size / seconds if seconds else 0.0
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -83,6 +83,11 @@ class TestThroughput:
         assert clock.recent() == pytest.approx(2 * 64 / 0.5)
         assert clock.overall() == pytest.approx(6 * 64 / 2.5)
 
+    def test_every_interface_is_counted(self, monkeypatch):
+        table = ["Inter-| Receive", " face |bytes", f"    lo: 1 {'2 ' * 7}410 3", f"  eth0:4 {'5 ' * 7}70 6"]
+        monkeypatch.setattr(metrics.Path, "read_text", lambda path: "\n".join(table))
+        assert metrics.sent_bytes() == {"lo": 410, "eth0": 70}
+
     def test_bytes_count_while_training_and_an_interface_that_goes_takes_none_away(self, monkeypatch):
         before = [{"lo": 10, "veth": 9000}, {"lo": 110, "veth": 9000}, {"lo": 999, "veth": 70}]
         after = [{"lo": 410}, {"lo": 1199, "veth": 60, "new": 50}]  # one is gone, another has taken its name
