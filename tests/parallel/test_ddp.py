@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.functional import cross_entropy
 
 from recipes.common.data import load_data
@@ -170,11 +171,24 @@ def test_powersgd_on_cpus_is_refused_where_torch_sees_a_gpu(tmp_path):
     assert "CUDA_VISIBLE_DEVICES= " in outcome.refusal
 
 
+def say_buckets():
+    exchange = powerSGD_hook.powerSGD_hook
+
+    def saying(state, bucket):
+        print("a bucket", flush=True)
+        return exchange(state, bucket)
+
+    powerSGD_hook.powerSGD_hook = saying
+
+
 @pytest.mark.slow
 def test_powersgd_exchanges_many_buckets_in_one_order(tmp_path):
-    """Nine buckets of three messages each: two runs are equal to the last bit."""
+    """Four buckets or more, of three messages each: two runs are equal to the last bit."""
     words = ("--max-steps", "40", "--seed", "1", "--grad-compression", "powersgd", "--bucket-cap-mb", "0.005")
-    first, second = (train("ddp", tmp_path / name, 3, *words, "--deterministic") for name in ("first", "second"))
+    words += ("--deterministic",)
+    first, second = (train("ddp", tmp_path / name, 3, *words, setup=say_buckets) for name in ("first", "second"))
+    output = (tmp_path / "first" / "output-ddp-3" / "rank0.txt").read_text()
+    assert output.count("a bucket\n") >= 4 * 40, "in each step"
     assert losses(first) == losses(second)
     assert losses(first)[-1] < losses(first)[0] / 2
 
