@@ -16,7 +16,7 @@ from torch import nn
 
 from recipes.common import data, loop, options
 from recipes.common.job import Job
-from recipes.common.models import models
+from recipes.common.models import blocks, models
 from recipes.common.watch import watch
 
 
@@ -94,16 +94,20 @@ def sent_bytes() -> int:
 
 
 def observe_steps(folder: Path) -> None:
-    """Make this rank write after each step the step's number, the random seed and the bytes sent so far."""
+    """Make this rank write after each step its number, the random seed, the bytes sent and blocks run so far.
+
+    The blocks are those that --activation-checkpointing makes run again in backward.
+    """
     for owner, name, value in CHANGES:
         setattr(owner, name, value)
-    count_step = Job.count_step
+    count_step, checkpoint, again = Job.count_step, blocks.checkpoint, []
+    blocks.checkpoint = lambda block, *args, **how: again.append(block) or checkpoint(block, *args, **how)
     file = open(folder / f"steps{os.environ['RANK']}.jsonl", "w", buffering=1)  # noqa: SIM115 (for all steps)
 
     def observed(job: Job) -> None:
         count_step(job)
         line = {"step": job.position.step, "seed": torch.initial_seed(), "sent_bytes": sent_bytes()}
-        file.write(json.dumps(line) + "\n")
+        file.write(json.dumps({**line, "again": len(again)}) + "\n")
 
     Job.count_step = observed  # type: ignore[method-assign]
 

@@ -326,6 +326,7 @@ def test_blocks_that_run_again_change_nothing(train, text, name):
     world_size = recipe.world_sizes[0]
     own = (*recipe.argv(world_size), *recipe.for_text, *TEXT, *text)
     path = train(name, world_size, *own, "--activation-checkpointing")
+    assert all(lines[-1]["again"] for lines in observe.observations(path.parent, world_size))
     assert_same_run(
         path, train("single", 1, "--global-batch-size", str(recipe.batch_size(world_size)), *TEXT, *text)
     )

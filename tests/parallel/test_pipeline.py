@@ -7,6 +7,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from recipes.pipeline.stages import SCHEDULES
 from tests.conftest import slow
 from tests.support import (
     assert_same_run,
@@ -30,6 +31,11 @@ def assert_equal(run, expected):
     assert largest_difference(ours, theirs) < 1e-4  # momenta add up ten gradients
 
 
+def say_schedules():
+    for name, make in list(SCHEDULES.items()):
+        SCHEDULES[name] = lambda *args, name=name, make=make, **how: print(f"by {name}") or make(*args, **how)
+
+
 @pytest.mark.parametrize(
     ("world_size", "stages", "options"),
     [
@@ -40,8 +46,12 @@ def assert_equal(run, expected):
     ],
 )
 def test_every_step_equals_single(single, tmp_path, world_size, stages, options):
-    run = train("pipeline", tmp_path, world_size, "--stages", str(stages), *options, *STEPS)
+    argv = ("--stages", str(stages), *options, *STEPS)
+    run = train("pipeline", tmp_path, world_size, *argv, setup=say_schedules)
     assert_equal(run, single)
+    output = (tmp_path / f"output-pipeline-{world_size}" / "rank0.txt").read_text()
+    expected = ["by " + options[1]] * 2 if options[0] == "--schedule" else []  # for training and for evaluation
+    assert [line for line in output.splitlines() if line.startswith("by ")] == expected
 
 
 def test_a_transformer_equals_single_with_adamw_and_a_clipped_gradient(tmp_path):

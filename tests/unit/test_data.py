@@ -350,6 +350,19 @@ class TestImageFolder:
             (tmp_path / "train" / name / "0.png").write_bytes(b"no image")
         assert self.load(tmp_path).examples(2)[1].tolist() == [SKIPPED, SKIPPED]
 
+    @pytest.mark.parametrize("data", ["synthetic", "imagefolder"])
+    def test_a_batch_has_the_layout_of_the_models_weights(self, tmp_path, data):
+        from PIL import Image
+
+        for name in ("train/a/0.png", "train/a/1.png", "val/a/0.png"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (9, 9)).save(tmp_path / name)
+        words = ("--data", data, "--image-size", "8", "--workers", "0", "--data-dir", str(tmp_path))
+        for layout in (torch.channels_last, torch.contiguous_format):
+            switch = f"--{'no-' * (layout is torch.contiguous_format)}channels-last"
+            ((images, _),) = load(*words, switch).train.batches([torch.arange(2)], 0)
+            assert images.is_contiguous(memory_format=layout)
+
     def test_a_value_that_is_no_class_counts_whatever_it_is(self):
         split = MemorySplit(torch.zeros(4, 1), torch.tensor([SKIPPED, 1.0, 2.0, 3.0]))
         data = Data(split, split, Spec((1,), torch.float32), Spec((), torch.float32), None, "values")
