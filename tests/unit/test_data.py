@@ -350,6 +350,13 @@ class TestImageFolder:
             (tmp_path / "train" / name / "0.png").write_bytes(b"no image")
         assert self.load(tmp_path).examples(2)[1].tolist() == [SKIPPED, SKIPPED]
 
+    def test_ten_skipped_images_are_named_and_all_are_counted(self, tmp_path, capsys):
+        write_files(tmp_path, *(f"train/a/{number}.jpg" for number in range(12)), "val/a/0.jpg")
+        words = ("--data", "imagefolder", "--data-dir", str(tmp_path), "--workers", "0", "--image-size", "8")
+        split = load(*words, "--skip-bad-images").train
+        list(split.batches([torch.arange(12)], 0))
+        assert (split.skipped, capsys.readouterr().err.count("warning: skipped ")) == (12, 10)
+
     @pytest.mark.parametrize("data", ["synthetic", "imagefolder"])
     def test_a_batch_has_the_layout_of_the_models_weights(self, tmp_path, data):
         from PIL import Image
