@@ -351,6 +351,8 @@ def test_a_script_has_its_own_path_in_the_containers(tmp_path, monkeypatch):
         assert environment == {**paths, "RESUME": "none", "NODE_RANK": str(number)}
         seen = [(volume["source"], volume["target"]) for volume in services[f"node{number}"]["volumes"]]
         assert seen == [(str(tmp_path), str(tmp_path)), (f"{tmp_path}/code", f"{tmp_path}/code")]
+    with refused(f"another job runs in {tmp_path}/mine/train-001; wait for its end, or choose another NAME"):
+        compose.script_spec("train-001", [])
 
 
 def test_a_script_in_tmp_is_refused(tmp_path, monkeypatch):
