@@ -9,11 +9,13 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.functional import cross_entropy
 
 from recipes.common.data import load_data
 from recipes.common.models.models import build_model
+from recipes.common.parallel.buckets import wrap_in_ddp
 from recipes.common.seeding import permutation
 from recipes.ddp.train import options
 from tests.conftest import slow
@@ -46,6 +48,17 @@ def test_every_step_equals_single(baseline, tmp_path, world_size, nodes):
     assert len(losses(run)) == 60
     assert len(accuracies(run)) == 3  # two whole epochs of 1437 // 64 = 22 steps, and the last step's
     assert_same_run(run, baseline(*STEPS))
+
+
+def test_gradients_are_the_buckets_and_no_second_copy_of_the_models_size():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ddp = wrap_in_ddp(torch.nn.Linear(64, 64), options([]))
+        ddp(torch.ones(1, 64)).sum().backward()
+        weight, bias = (parameter.grad.untyped_storage().data_ptr() for parameter in ddp.parameters())
+        assert weight == bias, "both lie in one bucket"
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.slow

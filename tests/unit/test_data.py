@@ -16,7 +16,7 @@ import pytest
 import torch
 from torchvision import datasets
 
-from recipes.common.data import Data, Spec, imagefolder, load_data, unread_folder
+from recipes.common.data import Data, Spec, imagefolder, load_data, unread_folder, workers
 from recipes.common.data.splits import MemorySplit
 from recipes.common.errors import UserError
 from recipes.common.task import SKIPPED
@@ -349,6 +349,12 @@ class TestImageFolder:
         for name in ("b", "c"):
             (tmp_path / "train" / name / "0.png").write_bytes(b"no image")
         assert self.load(tmp_path).examples(2)[1].tolist() == [SKIPPED, SKIPPED]
+
+    def test_there_are_as_many_workers_as_asked_for(self, tmp_path, monkeypatch):
+        write_files(tmp_path, "train/a/0.jpg", "val/a/0.jpg")
+        monkeypatch.setattr(workers, "start_server", lambda: None)
+        words = ("--data", "imagefolder", "--data-dir", str(tmp_path), "--workers", "2")
+        assert load(*words).train.loader.num_workers == 2
 
     def test_ten_skipped_images_are_named_and_all_are_counted(self, tmp_path, capsys):
         write_files(tmp_path, *(f"train/a/{number}.jpg" for number in range(12)), "val/a/0.jpg")
