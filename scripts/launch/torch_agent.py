@@ -226,7 +226,8 @@ def meet_nodes(node: Node, job: str) -> TCPStore:
 
     Each node stores its name under its node rank. torchrun, which uses the same store afterwards, would not notice
     that two nodes have the same rank: it would wait for the missing one until its timeout. Raises MissingNodeError
-    for a late node, and UserError if nodes share a rank, differ in NNODES, or cannot be served at this port.
+    for a late node, also one whose rank has been taken, and UserError if nodes share a rank, differ in NNODES, or
+    cannot be served at this port.
     """
     is_head = node.node_rank == 0
     options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
@@ -240,6 +241,10 @@ def meet_nodes(node: Node, job: str) -> TCPStore:
     size = names.compare_set("nnodes", "", str(node.nnodes)).decode()
     if size != str(node.nnodes):
         names.set("refusal", f"NNODES is {size} on one node and {node.nnodes} on node {rank}; give all the same")
+    elif names.check(["all"]):  # status 1: a scheduler may start a lost node again before node 0 has noticed
+        place = f"the job at {node.master_addr}:{node.master_port}"
+        what = f"NODE_RANK {rank} of {place} is taken: {names.get(rank).decode()} has started it"
+        raise MissingNodeError(f"{what}; end that job first, or choose another MASTER_PORT")
     names.set(rank, own)
     deadline = time.monotonic() + node.rdzv_timeout_s
     while True:

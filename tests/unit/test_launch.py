@@ -563,16 +563,18 @@ def meet(node, output, is_over):
 
 
 class TestMeetNodes:
-    def meet(self, folder, *places, bound_s=600):
-        """Return what the node of each (NNODES, NODE_RANK) says, and their processes."""
+    def meet(self, folder, *places, bound_s=600, at_once=9):
+        """Return what the node of each (NNODES, NODE_RANK) says, and their processes; the first start at once."""
         port, is_over, started = local.free_port(), support._context.Event(), []
         files = [folder / str(i) for i in range(len(places))]
+        have_answered = lambda: all(file.exists() and file.read_text() for file in files[: len(started)])  # noqa: E731
         try:
             for file, (nnodes, rank) in zip(files, places, strict=True):
+                if len(started) >= at_once:
+                    wait_until(have_answered, 50, "an answer of each node")
                 node = Node(nnodes, rank, 1, "127.0.0.1", port, bound_s)
                 started.append(support._context.Process(target=meet, args=(node, file, is_over)))
                 started[-1].start()
-            have_answered = lambda: all(file.exists() and file.read_text() for file in files)  # noqa: E731
             wait_until(have_answered, 50, "an answer of each node")
             is_over.set()
             for process in started:
@@ -591,6 +593,16 @@ class TestMeetNodes:
         assert len(set(said)) == 1
         assert said[0].startswith("NODE_RANK 1 is that of two nodes, ")
         assert all(f"{socket.gethostname()} (pid {process.pid})" in said[0] for process in started[1:])
+
+    def test_a_node_that_comes_after_all_others_is_told_that_its_rank_is_taken(self, tmp_path):
+        """Its ranks would wait for --timeout-s, and then blame the network."""
+        said, started = self.meet(tmp_path, (2, 0), (2, 1), (2, 1), at_once=2)
+        assert all(text.startswith("met by ") for text in said[:2]), said
+        assert re.fullmatch(
+            r"NODE_RANK 1 of the job at 127\.0\.0\.1:\d+ is taken: "
+            rf"{re.escape(socket.gethostname())} \(pid {started[1].pid}\) has started it; end that job .*",
+            said[2],
+        )
 
     def test_two_sizes_of_a_job_end_the_node_that_waits(self, tmp_path):
         said, _ = self.meet(tmp_path, (3, 0), (2, 1))
@@ -639,7 +651,15 @@ class TestMeetNodes:
             torch_agent.meet_nodes(Node(1000, 5, 1, "10.0.0.1", 29500, 1), "job")
         torch_agent.meet_nodes(Node(1000, 0, 1, "127.0.0.1", local.free_port(), 1), "job")
         asked.clear()
-        torch_agent.meet_nodes(Node(1000, 5, 1, "127.0.0.1", local.free_port(), 1), "job")
+        last = Node(1000, 5, 1, "127.0.0.1", local.free_port(), 1)
+        with pytest.raises(MissingNodeError, match=r"^NODE_RANK 5 of the job at .* is taken: .* has started it; "):
+            torch_agent.meet_nodes(last, "job")
+        assert sum(asked) == 1
+        store.delete_key("job/nodes/all")
+        asked.clear()
+        monkeypatch.setattr(Counted, "set", lambda names, *pair: store.set("job/nodes/all", ""))  # node 0 sees it
+        store.set("job/nodes/5", f"{socket.gethostname()} (pid {os.getpid()})")
+        torch_agent.meet_nodes(last, "job")
         assert sum(asked) <= 3
 
     def test_many_nodes_that_do_not_come_are_a_short_line(self, monkeypatch):

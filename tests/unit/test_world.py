@@ -140,6 +140,17 @@ def test_a_rank_that_two_processes_have_ends_all_of_them():
         assert set(pool.map(come, (0, 1, 1))) == {(said, 2)}
 
 
+def test_a_second_process_of_a_rank_in_a_running_job_says_so_at_once(port, monkeypatch):
+    """The others have met without it: none of them would print its error."""
+    monkeypatch.setattr(world_module, "make_groups", lambda store, *_: store)
+    with ThreadPoolExecutor(2) as pool:
+        met = list(pool.map(lambda rank: connect("cpu", Ranks(rank, 0, 2, 1), timedelta(seconds=20)), (0, 1)))
+    with pytest.raises(MissingNodeError, match=rf"^the job at .*:{port} already has a rank 1; ") as caught:
+        connect("cpu", Ranks(1, 0, 2, 1), timedelta(seconds=20))
+    assert caught.value.on_every_node
+    del met  # and the store with it
+
+
 def test_ranks_that_an_agent_starts_again_are_no_second_ones(monkeypatch):
     """They may find what the earlier ones have left in its store."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")

@@ -62,6 +62,13 @@ def missing_ranks_error(ranks: Ranks, missing: Sequence[int], waited_s: float) -
     return MissingNodeError(f"{what}; are they up, and are their ranks right?", on_every_node=True)
 
 
+def taken_rank_error(rank: int) -> UserError:
+    """Return the error for a rank that another process already is, in a job whose ranks have met."""
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    what = f"the job at {place} already has a rank {rank}"
+    return MissingNodeError(f"{what}; end that job first, or choose another MASTER_PORT", on_every_node=True)
+
+
 def connection_error(rank: int, message: str) -> UserError:
     """Return the error for gloo's message that a rank cannot connect to another one, which the store knows."""
     reason = message.partition("] ")[2].strip().split("\n")[0] or message  # after the place in gloo's sources

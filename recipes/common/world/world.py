@@ -305,6 +305,10 @@ def _exchange_kinds(store: dist.Store, ranks: Ranks, kind: str, text: str) -> di
     # World: each rank sends its kind of device and its host to the store, and reads one rank's for each kind.
     is_taken = store.add(f"rank/{ranks.rank}", 1) > 1
     if is_taken and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # an agent may start ranks again
+        if store.check(["all written"]):  # the others have met, and do not look here any more
+            from recipes.common.process.rendezvous_errors import taken_rank_error
+
+            raise taken_rank_error(ranks.rank)
         what = f"two processes are rank {ranks.rank}, one of them on {socket.gethostname()}"
         kind, text = "error", f"{what}; number nodes and ranks from 0"
     store.set(f"kind/{kind}", text)
