@@ -110,8 +110,8 @@ begin_job() {
     local default name host_log variable
     signal="" signals=0 step="" step_pid="" stopper=()
     trap 'signals=$((signals + 1)); stop_step USR1' USR1
-    trap 'signals=$((signals + 1)) signal=TERM' TERM
-    signal=${signal:-${early:-}}
+    trap 'signals=$((signals + 1)); stop_step TERM' TERM
+    signal=${signal:-${early:+USR1}}
     check_variables
     identify_job
     name=${NAME:+$NAME${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}}
@@ -371,16 +371,17 @@ make_elastic() {
 
 # stop_step SIGNAL: Slurm sends its signal before the time limit or a preemption to this script only (B:). Pass it on to
 # the ranks until they have ended, or a script's launcher has noted it: a step that is about to begin would miss it.
+# TERM, too, may be a user's own (--signal=B:TERM@120); if it is Slurm's, the job's state says so at the end.
 stop_step() {
     if ((${#stopper[@]})); then return; fi # a repeated signal
-    signal=$1
+    signal=USR1
     echo "job $job got $1: ranks write a checkpoint"
     if [[ -z $step_pid ]]; then return; fi # run_step starts no step, or calls this again
     while :; do
         if [[ $step == srun ]]; then
             scancel --signal="$1" "$job" 2>/dev/null # the steps, not this script
         else
-            kill -s "$1" "$step_pid" 2>/dev/null # mpirun passes it to its ranks
+            kill -s USR1 "$step_pid" 2>/dev/null # mpirun passes it to its ranks; at TERM it would end them
         fi
         read -rt 10 <> <(:) # nothing comes: a wait of 10 s that ends with this process, as a sleep would not
         if [[ -n ${SCRIPT:-} && -e $STOPPED_FILE ]]; then break; fi

@@ -155,9 +155,9 @@ def undisturbed(tmp_path_factory):
     return weights(train("ddp", folder, 2, *LONG, nodes=2, SLOW_UNTIL=str(folder)))
 
 
-def near_the_limit(cluster, job):
+def near_the_limit(cluster, job, name="USR1"):
     """Send the signal that Slurm sends before the time limit (--signal=B:USR1@120)."""
-    cluster.run("scancel", "--signal=USR1", "--batch", job.number)
+    cluster.run("scancel", f"--signal={name}", "--batch", job.number)
 
 
 def wait_for_both(job):
@@ -199,23 +199,23 @@ class TestRequeue:
         self.check_end(job, undisturbed, restarts=2)
 
     @pytest.mark.parametrize(
-        ("file", "flags"),
+        ("file", "flags", "name"),
         [
-            ("ddp.sbatch", ("--gpus-per-node=1",)),
-            ("spawn.sbatch", ("--nodes=1", "--gpus-per-node=2")),  # its ranks equal ddp's to the last bit
+            ("ddp.sbatch", ("--gpus-per-node=1",), "USR1"),
+            ("spawn.sbatch", ("--nodes=1", "--gpus-per-node=2"), "TERM"),  # its ranks equal ddp's to the last bit
         ],
     )
-    def test_near_the_time_limit(self, cluster, tmp_path, undisturbed, file, flags):
+    def test_near_the_time_limit(self, cluster, tmp_path, undisturbed, file, flags, name):
         """test_images.py sends the signal also to processes that decode images, as Slurm does."""
         end = tmp_path / "end"
         env = {"PYTHON": sys.executable, "SLOW_UNTIL": str(end)}
         job = cluster.submit(tmp_path, file, *LONG, flags=flags, **env)
         job.wait_for_text("epoch 2 ")
-        near_the_limit(cluster, job)
+        near_the_limit(cluster, job, name)
         job.wait_for_text("resumed from")
         end.touch()
         self.check_end(job, undisturbed)
-        assert "stopped by SIGUSR1: wrote" in job.text
+        assert f"stopped by SIG{name}: wrote" in job.text
         assert "resumed from" in job.text
         logs = "".join(path.read_text() for path in (job.run / "slurm").glob("*.txt"))
         faults = re.findall(r"^.*(?:Traceback|[Ww]arning).*$", logs, re.MULTILINE)

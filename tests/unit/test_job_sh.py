@@ -351,8 +351,7 @@ def test_a_script_gets_its_own_options_alone(script, tmp_path):
         ("signal=USR1 status=138", False, False, "its time is up, and it has written nothing to "),
         ('touch "$run_dir/saved"; signal=USR1 status=138', False, True, "job 7: it was stopped before its end"),
         ("signal=USR1 status=0", True, True, "job 7: it was stopped before its end"),
-        ("signal=TERM status=143", True, True, "job 7: it was stopped before its end"),
-        ("signal=TERM status=0", False, False, TOLD),
+        ("signal=USR1 status=143", True, True, "job 7: it was stopped before its end"),
         (SIGNALLED, False, False, TOLD),
         (SIGNALLED, True, True, "job 7: it was stopped before its end"),
         ("status=0", True, False, ""),  # it completed without a signal
@@ -1052,6 +1051,16 @@ def test_a_second_signal_abandons_no_step(job, tmp_path):
     assert str(tmp_path) not in folders, "what waits to repeat the signal ends with the job"
 
 
+def test_a_term_to_the_batch_script_alone_stops_the_step_as_usr1_does(job, tmp_path):
+    """Users add --signal=B:TERM@120 by habit. mpirun itself would end its ranks at TERM."""
+    step = write_program(tmp_path / "step.sh", "trap 'exit 5' USR1\ntouch begun\nwhile :; do sleep 0.1; done\n")
+    send = "(while [[ ! -e begun ]]; do sleep 0.05; done; kill -TERM $$) &"
+    done = job(then=f'cd {tmp_path}; {send} run_step {step}; echo "ended with $status"; end_job')
+    assert "job 7 got TERM: ranks write a checkpoint\n" in done.stdout
+    assert "ended with 5\n" in done.stdout
+    assert is_requeued(tmp_path)
+
+
 def test_a_signal_that_comes_as_the_step_begins_reaches_it(job, tmp_path):
     """It comes once the step has been started, and before its process id is known."""
     trap = "#!/bin/bash\ntrap 'exit 5' USR1\nfor i in {1..200}; do sleep 0.1; done\n"
@@ -1063,7 +1072,7 @@ def test_a_signal_that_comes_as_the_step_begins_reaches_it(job, tmp_path):
 
 def test_after_a_signal_no_step_begins(job, tmp_path):
     done = job(then=f'kill -TERM $$; run_step touch {tmp_path}/ran; echo "$signal $status"')
-    assert done.stdout.endswith("TERM 0\n"), done.stderr
+    assert done.stdout.endswith("USR1 0\n"), done.stderr
     assert not (tmp_path / "ran").exists()
 
 
