@@ -340,6 +340,15 @@ class TestRecord:
                 write(record, 1)
         assert list(record.folder.iterdir()) == []
 
+    def test_a_folder_that_is_moved_away_is_no_other_jobs_doing(self, tmp_path):
+        """Such as runs/, a file system that is unmounted."""
+        record, _ = self.open(tmp_path, "--name", "a")
+        shutil.move(tmp_path, tmp_path.with_name("elsewhere"))
+        for write in (self.log, self.write_checkpoint):
+            with pytest.raises(UserError, match=r"/a is gone: it was moved or deleted, .*, then --resume auto$"):
+                write(record, 1)
+        assert not tmp_path.exists()
+
     @pytest.mark.parametrize("flags", [[], ["--overwrite"]])
     def test_what_another_rank_refuses_changes_no_record(self, tmp_path, flags):
         """For example, a pipeline stage does not fit its part of the checkpoint, but rank 0's stage does."""

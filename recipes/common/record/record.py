@@ -213,7 +213,10 @@ class Record:
 
             last = read_config(self._config)["launches"][-1]
         except FileNotFoundError:
-            what = "is gone: another job replaces the run, or somebody has deleted it"
+            if not self.folder.exists():
+                what = f"{self.folder} is gone: it was moved or deleted, or its file system was unmounted"
+                raise UserError(f"{what}; this job stops; put it back, then --resume auto") from None
+            what = "is gone: another job replaces the run, or the files were deleted or their disk unmounted"
             raise UserError(f"{self._config} {what}; {fix}") from None
         except (OSError, UserError):
             return
