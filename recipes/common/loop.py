@@ -24,7 +24,7 @@ from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models.models import build_model
 from recipes.common.models.rank_dependence import buffer_digests, warnings_after_passes, warnings_before_training
-from recipes.common.optim import Clip, autocast, learning_rate, optimizer_step, set_learning_rate
+from recipes.common.optim import Clip, autocast, clip_gradients, learning_rate, optimizer_step, set_learning_rate
 from recipes.common.options import Options, check_batch, is_user_code
 from recipes.common.process.signals import FAIL, GO, STOP, Stop, vote_interval
 from recipes.common.record.record import Record, open_run
@@ -362,7 +362,7 @@ def own_shard(peers: Peers) -> Callable[[Tensor], Tensor]:
     return lambda indices: shard(indices, peers.rank, peers.world_size)
 
 
-def update(job: Job, check: Check, clip: Clip = nn.utils.clip_grad_norm_) -> None:
+def update(job: Job, check: Check, clip: Clip = clip_gradients) -> None:
     """Step the optimizer if the gradients, which are the same on all ranks, pass the check."""
     optimizer_step(job.args, job.model.parameters(), job.optimizer, job.scaler, check, clip)
 

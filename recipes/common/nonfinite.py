@@ -15,13 +15,18 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recipes.common.errors import UserError
 from recipes.common.process.signals import Stop
 
 MIN_LOSS_SCALE = 1.0
 """Below this loss scale, even unscaled gradients overflow: from 2^16, 17 bad steps in a row lead there."""
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the norm of all gradients; torch 2.11 cannot compute it if one of them is sparse."""
+    return nn.utils.get_total_norm([each.coalesce().values() if each.is_sparse else each for each in gradients])
 
 
 class NonFiniteError(UserError):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recipes.common.nonfinite import total_norm
 from recipes.common.options import Options, is_user_code
 from recipes.common.world.agreement import run_on_all_ranks
 from recipes.common.world.peers import Peers
@@ -150,13 +151,20 @@ def densify_gradients(args: Options, parameters: Iterable[nn.Parameter]) -> None
                 parameter.grad = parameter.grad.to_dense()
 
 
+def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+    """Do the same as nn.utils.clip_grad_norm_(), for sparse gradients, too."""
+    norm = total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
 def optimizer_step(
     args: Options,
     parameters: Iterable[nn.Parameter],
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     check: Callable[[Sequence[Tensor]], bool],
-    clip: Clip = nn.utils.clip_grad_norm_,
+    clip: Clip = clip_gradients,
 ) -> None:
     """Unscale and clip the gradients, step if check(gradients) returns true, and clear them.
 

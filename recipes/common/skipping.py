@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from recipes.common.nonfinite import Guard
+from recipes.common.nonfinite import Guard, total_norm
 
 MOST_IN_A_ROW = 10
 """Consecutive steps to skip before the job fails: by then the weights are at fault."""
@@ -22,7 +22,7 @@ class SkippingGuard(Guard):
 
     def check_gradients(self, step: int, loss: Tensor, gradients: Sequence[Tensor]) -> bool:
         """Return whether the weights may be changed; checks all gradients, which are the same on all ranks."""
-        if torch.isfinite(nn.utils.get_total_norm(gradients)):
+        if torch.isfinite(total_norm(gradients)):
             self._in_a_row = 0
             return True
         self._in_a_row += 1

@@ -5,10 +5,12 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from recipes.common.errors import UserError
 from recipes.common.nonfinite import Guard, NonFiniteError
+from recipes.common.optim import clip_gradients
 from recipes.common.skipping import SkippingGuard
 from recipes.common.world.agreement import raise_first
 
@@ -122,11 +124,36 @@ def test_an_error_that_names_its_rank_is_not_given_another():
         raise_first([None, UserError("rank 2: no space"), UserError("rank 2: no space")])
 
 
+@pytest.fixture
+def torch_2_11(monkeypatch):
+    """Make torch's functions refuse sparse gradients, as in torch 2.11."""
+    norm = nn.utils.get_total_norm
+
+    def refuse(tensors, *args, **options):
+        if any(tensor.is_sparse for tensor in tensors):
+            raise NotImplementedError("Could not run 'aten::linalg_vector_norm'")
+        return norm(tensors, *args, **options)
+
+    monkeypatch.setattr(nn.utils, "get_total_norm", refuse)
+
+
+@pytest.mark.usefixtures("torch_2_11")
+@pytest.mark.parametrize("choice", ["stop", "skip"])
 @pytest.mark.parametrize(("value", "is_allowed"), [(1.0, True), (math.nan, False)])
-def test_a_sparse_gradient_is_checked(value, is_allowed):
-    """Torch 2.11 has no total norm of such gradients."""
+def test_a_sparse_gradient_is_checked(choice, value, is_allowed):
     gradient = torch.sparse_coo_tensor([[1]], [[value, 1.0]], (4, 2), check_invariants=True)
-    assert guard_of("stop").check_gradients(1, ONE, [gradient]) is is_allowed
+    assert guard_of(choice).check_gradients(1, ONE, [gradient]) is is_allowed
+
+
+@pytest.mark.usefixtures("torch_2_11")
+def test_a_sparse_gradient_is_clipped():
+    weights = nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1, bias=False)
+    sparse, dense = (module.weight for module in weights)
+    sparse.grad = torch.sparse_coo_tensor([[1, 1]], [[3.0, 0.0], [0.0, 4.0]], (4, 2), check_invariants=True)
+    dense.grad = torch.tensor([[0.0, 12.0]])
+    assert float(clip_gradients([sparse, dense], 1.0)) == 13
+    assert torch.allclose(sparse.grad.to_dense()[1], torch.tensor([3 / 13, 4 / 13]))
+    assert torch.allclose(dense.grad, torch.tensor([[0.0, 12 / 13]]))
 
 
 def test_a_step_without_gradients_is_allowed():
