@@ -233,7 +233,7 @@ def meet_nodes(node: Node, job: str) -> TCPStore:
     options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
     if is_head:
         users = node.nnodes * (1 + node.nproc_per_node)
-        allow_connections(STORE_CONNECTIONS * users, f"{node.nnodes * node.nproc_per_node} ranks")
+        allow_connections(STORE_CONNECTIONS * users, f"the store for {node.nnodes * node.nproc_per_node} ranks")
         options["master_listen_fd"] = listening_fd(bind_address(node.master_addr), node.master_port)
     store = open_store(node.master_addr, node.master_port, node.rdzv_timeout_s, is_master=is_head, **options)
     names, own = PrefixStore(f"{job}/nodes", store), f"{socket.gethostname()} (pid {os.getpid()})"

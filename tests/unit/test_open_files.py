@@ -7,13 +7,16 @@ from datetime import timedelta
 from unittest.mock import Mock
 
 import pytest
+import torch
 from torch.distributed import TCPStore
 
+from recipes.common.data.workers import LoadedSplit
 from recipes.common.errors import UserError
 from recipes.common.process.node import Node
 from recipes.common.process.open_files import OTHER_FILES, allow_connections
 from recipes.common.process.ranks import Ranks
 from recipes.common.world import world
+from recipes.single import train as single
 from scripts.launch import local, torch_agent
 from tests import support
 from tests.conftest import refused
@@ -47,6 +50,14 @@ def test_a_store_with_too_few_places_is_refused(monkeypatch):
     words = "the store for 4096 ranks needs 9344 open files, and this process may open 4096; raise its hard limit "
     with refused(words):
         torch_agent.meet_nodes(Node(512, 0, 8, "127.0.0.1", local.free_port(), 1), "job")
+
+
+def test_workers_without_enough_files_are_refused(monkeypatch):
+    """Otherwise they die with a traceback, or a rank waits for them for twice --timeout-s."""
+    limit(monkeypatch, 64, 140)
+    args = single.options(["--workers", "2"])
+    with refused("--workers 2 needs 144 open files, and this process may open 140; raise its hard limit to 144 "):
+        LoadedSplit([], args, torch.device("cpu"), on_fault=Mock())
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,9 @@ from recipes.common.errors import UserError
 STORE_CONNECTIONS = 2
 """Connections to the store at MASTER_ADDR of each rank, and of each node's agent."""
 
+WORKER_FILES = 8
+"""What a rank opens for each of its worker processes: pipes, and the memory of batches."""
+
 OTHER_FILES = 128
 """What a process opens besides: libraries, logs, pipes of workers."""
 
@@ -19,8 +22,8 @@ OTHER_FILES = 128
 def allow_connections(count: int, what: str = "") -> None:
     """Let this process open so many connections: raise its soft limit up to the hard one.
 
-    If it serves a store to `what`, raises UserError if that is not enough: clients without a connection would wait
-    until their time-out, and blame the network.
+    If they are for `what`, raises UserError if that is not enough: clients of a store without a connection would
+    wait until their time-out, and blame the network, and so would a rank for a worker process.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count + OTHER_FILES
@@ -30,4 +33,4 @@ def allow_connections(count: int, what: str = "") -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if what and allowed < needed:
         fix = f"raise its hard limit to {needed} or more (ulimit -Hn), as docs/site.md says"
-        raise UserError(f"the store for {what} needs {needed} open files, and this process may open {hard}; {fix}")
+        raise UserError(f"{what} needs {needed} open files, and this process may open {hard}; {fix}")

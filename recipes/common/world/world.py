@@ -241,10 +241,11 @@ def allow_sockets(ranks: Ranks) -> None:
     Raises UserError on that rank if it may not.
     """
     # World: up to MANY ranks, each connects with all others in each group: the default, `control`, and two more.
-    connections, clients = 4 * min(ranks.world_size, MANY), ""
+    connections, store = 4 * min(ranks.world_size, MANY), ""
     if ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        connections, clients = connections + STORE_CONNECTIONS * ranks.world_size, f"{ranks.world_size} ranks"
-    allow_connections(connections, clients)
+        connections += STORE_CONNECTIONS * ranks.world_size
+        store = f"the store for {ranks.world_size} ranks"
+    allow_connections(connections, store)
 
 
 def wait_for_store(rank: int, timeout: timedelta) -> None:
