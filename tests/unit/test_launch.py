@@ -546,6 +546,18 @@ sys.exit(local.main(["probe", "--nodes", "1", "--nproc-per-node", "1"]))
         assert capsys.readouterr().err == ""
 
 
+def test_a_stop_signal_ends_launch_sh_also_as_the_first_process_of_a_container(tmp_path):
+    """The kernel would drop a signal for which it has no handler, and the job would begin all the same."""
+    isolate = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    if run_command(*isolate, "true", check=False).status:
+        pytest.skip("unshare cannot make namespaces here; run this test as root, or allow user namespaces")
+    env = write_program(tmp_path / "env", 'kill -TERM 1; exec /usr/bin/env "$@"')  # the first that launch.sh calls
+    done = run_command(
+        *isolate, "scripts/launch.sh", "single", "--help", check=False, PATH=f"{env.parent}:{os.environ['PATH']}"
+    )
+    assert (done.status, done.stdout) == (143, "")
+
+
 def meet(node, output, is_over):
     """Meet the others as a node's agent; write the outcome to a file, and stay, since node 0 serves the store."""
     try:
