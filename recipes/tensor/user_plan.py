@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,7 +47,7 @@ def read_plan(model: nn.Module, name: str) -> dict[str, str]:
     if not isinstance(plan, dict):
         example = '{"layers.*.up": "colwise"}'
         raise UserError(f"{what}: tensor_plan is {name_of(plan)}; give a dict such as {example}")
-    named: dict[str, str] = {}
+    named: dict[str, Any] = {}
     for pattern, style in plan.items():
         if style not in STYLES:
             raise UserError(f"{what}: tensor_plan has {style!r} for {pattern}; use {', '.join(STYLES)}")
