@@ -31,7 +31,15 @@ from scripts.same.recorded_run import Run, load
 from scripts.same.script_job import CONTEXT
 
 PLACEHOLDERS = ("local_batch", "global_batch", "world_size", "run_dir", "resume")
-PARTIAL = ("not-printed", "zero-gradient", "uncontrolled", "not-replayed", "chaotic", "scaled-with-batch")
+PARTIAL = (
+    "not-printed",
+    "zero-gradient",
+    "uncontrolled",
+    "random-evaluation",
+    "not-replayed",
+    "chaotic",
+    "scaled-with-batch",
+)
 """Notes after which not all has been compared."""
 NOT_COMPARED = ("scaled-with-batch", "uncontrolled", "not-replayed", "not-replicated")
 """Notes after which no gradients have been compared."""
