@@ -142,6 +142,12 @@ def has_no_values(tensor: Tensor) -> bool:
     return tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def is_redirected(module: nn.Module) -> bool:
+    """Return whether a call of a module runs Lightning's training_step(), which one process runs by itself."""
+    inner = module.module if isinstance(module, DistributedDataParallel) else module
+    return getattr(vars(inner).get("forward"), "__name__", "") == "wrapped_forward"
+
+
 def is_traced() -> bool:
     """Return whether what is called now is compiled, or captured in a CUDA graph."""
     return torch.compiler.is_compiling() or (
@@ -329,11 +335,13 @@ class Observer:
             self.uses_dropout, module.dropout = True, 0.0
         if isinstance(module, _BatchNorm) and module.training and not isinstance(module, nn.SyncBatchNorm):
             self.uses_batch_norm = True
-        if self.call_depth == 0 and next(module.parameters(), None) is not None:
-            self.see_batch(module, (args, kwargs))
         if isinstance(module, DistributedDataParallel) and torch.is_grad_enabled():
             kind = "synced_forwards" if module.require_backward_grad_sync else "unsynced_forwards"
             self.record[kind] += 1
+        if self.call_depth == 0 and is_redirected(module):
+            return original(module, *args, **kwargs)
+        if self.call_depth == 0 and next(module.parameters(), None) is not None:
+            self.see_batch(module, (args, kwargs))
         self.call_depth += 1
         try:
             return original(module, *args, **kwargs)

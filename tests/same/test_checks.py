@@ -121,6 +121,19 @@ def test_what_a_collation_draws_is_by_sample_and_what_a_sample_draws_is_not(tmp_
     assert torch.equal(*drawn)
 
 
+def test_samples_are_those_of_the_model_that_lightning_s_training_step_calls(tmp_path):
+    """With DDP, Lightning calls the whole module, whose forward() is the step; one process calls the step."""
+    observer, model, points = observe.Observer(tmp_path, 0), torch.nn.Linear(2, 1), torch.rand(3, 2)
+
+    def wrapped_forward(batch):
+        return observer.call(torch.nn.Module.__call__, model, 2 * batch)
+
+    whole = torch.nn.Sequential(model)
+    whole.forward = wrapped_forward
+    observer.call(torch.nn.Module.__call__, whole, points)
+    assert observer.record["rows"] == observe.fingerprints(2 * points)
+
+
 class Tagger(torch.nn.Module):
     """A model of padded tokens, called as those of transformers are."""
 
