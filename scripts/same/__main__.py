@@ -15,8 +15,8 @@ import re
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
@@ -184,22 +184,41 @@ class Session:
 
     def examine_run(self, run: Run, first: Run, control: Run, redrawn: Run | None) -> None:
         """Compare a run of several processes with one process, which may have to run again with its batches."""
-        replay = None
+        own, replay = run, None
         if checks.needs_replay(run, first):
-            path = self.folder / f"replay{run.world_size}.json"
-            path.write_text(json.dumps(run.joint_batches()))
-            replay = self.run(1, SAME_REPLAY=str(path))
+            replay = self.replay(run.joint_batches())
         if checks.is_exchanged_in_step(run):
             run, first, control = map(by_updates, (run, first, control))
             replay, redrawn = replay and by_updates(replay), redrawn and by_updates(redrawn)
         rounding = Rounding(first, control, redrawn)
         found = checks.compare_runs(run, first, replay, rounding, is_divided=bool(self.args.global_batch))
+        if own is run:
+            found = [self.explain_by_shares(one, run, rounding) for one in found]
         if not self.has_loss:
             if "not-replicated" in [one.cause for one in found]:
                 raise self.error(UNREADABLE)  # nothing else can be compared
             found.append(Finding("not-printed", "loss"))
         self.findings += [(run.world_size, one) for one in found]
         self.largest = max(self.largest, checks.largest_gradient_difference(run, replay or first))
+
+    def replay(self, batches: Mapping[int, object], **variables: str) -> Run:
+        """Run the script at one process on these batches."""
+        path = self.folder / f"replay{len(self.runs)}.json"
+        path.write_text(json.dumps(batches))
+        return self.run(1, SAME_REPLAY=str(path), **variables)
+
+    def explain_by_shares(self, found: Finding, run: Run, rounding: Rounding) -> Finding:
+        """Return a finding, with a cause if one process on each rank's samples gets the gradients of the ranks."""
+        if found.step is None or not run.batches(0):
+            return found
+        i, shares = found.step, []
+        for rank in range(run.world_size):
+            shares.append(self.replay(run.share_batches(rank, i), SAME_STOP_AFTER=str(i + 1)))
+        return (
+            replace(found, cause="batch-dependent")
+            if checks.is_mean_of_shares(run, i, shares, rounding)
+            else found
+        )
 
     def examine_resume(self) -> None:
         """Kill a run at the smallest world size above 1 (or at 1 if it is alone), resume it and compare."""

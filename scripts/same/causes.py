@@ -24,6 +24,8 @@ class Finding:
 
     cause: str
     what: str
+    step: int | None = None
+    """The step, from 0, of a gradient whose difference is not explained yet."""
 
 
 CAUSES = {
@@ -81,6 +83,12 @@ CAUSES = {
         "the loss compares a sample with the others of its rank alone, of which there are fewer on more processes",
         "compare with those of all ranks: torch.distributed.nn.functional.all_gather() keeps their gradients",
         "torch.distributed.nn.functional.all_gather: “Gathers tensors from the whole group”",
+    ),
+    "batch-dependent": Cause(
+        "the loss of a batch is not the mean over its samples: one process on each rank's samples alone has "
+        "gradients whose mean is that of the ranks",
+        "all_reduce what it takes from the rank's whole batch, such as a count of boxes by which it is divided, "
+        "or the load of experts; gather samples that it compares by torch.distributed.nn.functional.all_gather()",
     ),
     "gathered-without-gradient": Cause(
         "the loss is computed from what all_gather() returns, which carries no gradient to the other ranks",

@@ -407,7 +407,18 @@ def explain_gradient(run: Run, reference: Run, i: int, apart: float) -> Finding:
     cause, how = explain_shares(records)
     if cause and not any(explain_shares(earlier)[0] == cause for earlier in run.steps[:i]):
         return Finding(cause, f"{what}; {how}")
-    return Finding(unknown_in(i), what)
+    cause = unknown_in(i)
+    # Without DDP, each rank may clip its gradient before the exchange.
+    is_open = cause == "unknown" and records[0]["synced_forwards"]
+    return Finding(cause, what, i if is_open else None)
+
+
+def is_mean_of_shares(run: Run, i: int, shares: Sequence[Run], rounding: Rounding) -> bool:
+    """Return whether the gradient of step i is the mean of those that one process has on each rank's samples."""
+    if any(len(share.steps) <= i for share in shares):
+        return False
+    mean = np.mean([share.steps[i][0]["final"] for share in shares], axis=0)
+    return difference(run.steps[i][0]["final"], mean) <= rounding.limit(rounding.gradient, i)
 
 
 def explain_shares(records: Sequence[Step]) -> tuple[str, str]:

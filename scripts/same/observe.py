@@ -492,7 +492,7 @@ class Observer:
         if is_own and not is_traced():
             with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
                 numbers = original(*args, **kwargs)
-            name, given = original.__name__, args[:1]  # bernoulli()'s probabilities
+            name, given = original.__name__, [*args[:1]]  # bernoulli()'s probabilities
             if "rand" in name:
                 limits = (kwargs.get("low", 0), *args, kwargs.get("high")) if "randint" in name else ()
                 given = [limit for limit in limits if isinstance(limit, int)][-2:]
@@ -523,7 +523,8 @@ class Observer:
             self.is_random = self.is_random or self.record["random"] not in (None, step_checksums())
         self.iterator = id(iterator)
         batch = original(iterator)
-        sampler, indices = iterator._index_sampler, []
+        sampler = iterator._index_sampler
+        indices: Sequence[int] = []
         if isinstance(sampler, Batches):  # workers may have drawn it before those of another loader
             self.iteration, indices = sampler.iteration, sampler.drawn.popleft()
         self.batches, self.held, self.record["held"] = (*self.batches[-1:], indices), 0, []

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,15 @@ class Run:
         for iteration, *parts in zip(ranks[0], *(own.values() for own in ranks), strict=False):
             joint[iteration] = [[*chain(*batch)] for batch in zip(*parts, strict=False)]
         return joint
+
+    def share_batches(self, rank: int, step: int) -> dict[int, list[list[int]]]:
+        """Return joint_batches(), but from a step on those of one rank alone."""
+        joint, shares, position = self.joint_batches(), self.batches(rank).values(), count()
+        start = step * sum(map(len, joint.values())) // len(self.steps)
+        return {
+            iteration: [own if next(position) >= start else whole for whole, own in zip(*pair, strict=False)]
+            for iteration, pair in zip(joint, zip(joint.values(), shares, strict=False), strict=False)
+        }
 
     def failure(self) -> Finding | None:
         """Return why the run failed, or None if it succeeded."""

@@ -96,6 +96,7 @@ BUGS = {
         "sum divided by the rank's targets": {LOSS: SUM_OF_RANK},
         "mean by class weights": {LOSS: LOSS.replace("labels", "labels, torch.arange(1.0, 5.0)")}},
     "contrastive": {"contrast within a rank": {LOSS: f"(ddp(points) @ {CONTRAST} /"}},
+    "batch-dependent": {"outputs centred within a rank": {LOSS: "((x := ddp(points)) - x.mean(0), labels) /"}},
     "gathered-without-gradient": {
         "contrast with gathered outputs": {DISTRIBUTED: GATHER, LOSS: f"({CONTRAST_OF_ALL} /"}},
     "no-sync-always": {"no_sync in every pass": {**ACCUMULATE, "sync = is_last": "sync = False"},

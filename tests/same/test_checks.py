@@ -436,7 +436,14 @@ def record(world_size, gradients, rate=0.1, **fields):
             "held": [],
         }
         shared |= {"weights": weights, "after": after, "shapes": 1, "low_precision": "float32", "moved": []}
-        shared |= {"batch_norm": False, "dropout": False, "random": {}, "iteration": -1, **fields}
+        shared |= {
+            "synced_forwards": 0,
+            "batch_norm": False,
+            "dropout": False,
+            "random": {},
+            "iteration": -1,
+            **fields,
+        }
         events.append([{**shared, "rows": rows[rank::world_size]} for rank in range(world_size)])
         weights = after
     return Run(world_size, [0] * world_size, [list(lines) for lines in zip(*events, strict=True)])
@@ -637,6 +644,27 @@ def test_two_losses_of_a_step_may_be_means_over_different_numbers(averaged, caus
     for rank, numbers in enumerate(averaged):
         run.steps[0][rank]["averaged"] = numbers
     assert causes(run, record(1, GRADIENTS)) == [(cause, "step 1, gradient")]
+
+
+def test_a_loss_that_is_no_mean_over_samples_is_known_by_the_gradients_of_the_ranks_shares():
+    first, run = record(1, GRADIENTS), record(2, disturb(0.1), synced_forwards=1)
+    [found] = findings(run, first)
+    assert (found.cause, found.step) == ("unknown", 0)
+    [found] = findings(record(2, disturb(0.1), synced_forwards=0), first)  # ranks may clip before they exchange
+    assert (found.cause, found.step) == ("unknown", None)
+    parts = [run.steps[0][0]["final"] + change for change in (GRADIENTS[1], -GRADIENTS[1])]
+    shares, rounding = [record(1, [part]) for part in parts], Rounding(first, first)
+    assert checks.is_mean_of_shares(run, 0, shares, rounding)
+    assert not checks.is_mean_of_shares(run, 0, [shares[0], first], rounding)
+    assert not checks.is_mean_of_shares(run, 1, shares, rounding)  # a share that does not come so far
+
+
+def test_batches_of_a_rank_follow_those_of_all_from_a_step_on():
+    run = with_batches(record(2, GRADIENTS), [[1], [3]], [[2], [4]])
+    assert run.joint_batches() == {0: [[1, 2], [3, 4]]}
+    assert run.share_batches(1, 0) == {0: [[2], [4]]}
+    assert run.share_batches(1, 2) == {0: [[1, 2], [4]]}  # two steps a batch, as of a GAN
+    assert run.share_batches(0, 3) == {0: [[1, 2], [3]]}
 
 
 def test_how_large_rounding_is_comes_from_the_control_run():
