@@ -31,15 +31,7 @@ from scripts.same.recorded_run import Run, load
 from scripts.same.script_job import CONTEXT
 
 PLACEHOLDERS = ("local_batch", "global_batch", "world_size", "run_dir", "resume")
-PARTIAL = (
-    "not-printed",
-    "zero-gradient",
-    "uncontrolled",
-    "random-evaluation",
-    "not-replayed",
-    "chaotic",
-    "scaled-with-batch",
-)
+PARTIAL = ("not-printed", "zero-gradient", "uncontrolled", "not-replayed", "chaotic", "scaled-with-batch")
 """Notes after which not all has been compared."""
 NOT_COMPARED = ("scaled-with-batch", "uncontrolled", "not-replayed", "not-replicated")
 """Notes after which no gradients have been compared."""
@@ -184,15 +176,15 @@ class Session:
 
     def examine_run(self, run: Run, first: Run, control: Run, redrawn: Run | None) -> None:
         """Compare a run of several processes with one process, which may have to run again with its batches."""
-        own, replay = run, None
+        replay = None
         if checks.needs_replay(run, first):
             replay = self.replay(run.joint_batches())
-        if checks.is_exchanged_in_step(run):
+        if by_step := checks.is_exchanged_in_step(run):
             run, first, control = map(by_updates, (run, first, control))
             replay, redrawn = replay and by_updates(replay), redrawn and by_updates(redrawn)
         rounding = Rounding(first, control, redrawn)
         found = checks.compare_runs(run, first, replay, rounding, is_divided=bool(self.args.global_batch))
-        if own is run:
+        if not by_step:
             found = [self.explain_by_shares(one, run, rounding) for one in found]
         if not self.has_loss:
             if "not-replicated" in [one.cause for one in found]:
@@ -203,7 +195,7 @@ class Session:
 
     def replay(self, batches: Mapping[int, object], **variables: str) -> Run:
         """Run the script at one process on these batches."""
-        path = self.folder / f"replay{len(self.runs)}.json"
+        path = self.folder / f"replay{len([*self.folder.glob('replay*.json')])}.json"
         path.write_text(json.dumps(batches))
         return self.run(1, SAME_REPLAY=str(path), **variables)
 

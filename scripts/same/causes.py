@@ -226,10 +226,6 @@ NOTES = {
         "the script draws random numbers that cannot be held still, so that gradients are not compared",
         "draw them in the data set's __getitem__ from the global generators",
     ),
-    "random-evaluation": Cause(
-        "the evaluation draws random numbers, so that it is not compared",
-        "draw them in the data set's __getitem__ from the global generators",
-    ),
     "not-replayed": Cause(
         "one process draws the samples of a stream in another order, so that gradients are not compared",
         "use a DataLoader and a data set that is no IterableDataset: its batches can be replayed",

@@ -102,9 +102,7 @@ class Rounding:
         changes = [(weight_change(again), weight_change(one)) for again, one in pairs]
         self.gradient = [*accumulate((difference(again["final"], one["final"]) for again, one in pairs), max)]
         self.update = [*accumulate((difference(again, one) for again, one in changes), max)]
-        # Numbers that are drawn by the samples' indices have to go with these samples.
-        is_bound = not pairs or self.gradient[0] < CHAOTIC or not draws_in_step(first, "held")
-        self.is_controlled = not pairs or (control.rows(0) == first.rows(0) and is_bound)
+        self.is_controlled = not pairs or control.rows(0) == first.rows(0)
         self.harmless = harmless_draws(first, redrawn, self.floor) if redrawn else set()
         self.printed = {}
         for name, series in first.series.items():
@@ -117,10 +115,9 @@ class Rounding:
         return max(self.floor * scale, SAFETY * measured[min(i, len(measured) - 1)] if measured else 0.0)
 
 
-def draws_in_step(run: Run, *names: str) -> set[str]:
-    """Return the random generators from which the first step draws on any rank, or those of one kind of draws."""
-    records = [record for ranks in run.steps[:1] for record in ranks]
-    return {kind for record in records for name in names or ("moved", "held") for kind in record[name]}
+def draws_in_step(run: Run) -> set[str]:
+    """Return the random generators from which the first step draws on any rank."""
+    return {kind for records in run.steps[:1] for record in records for kind in record["moved"]}
 
 
 def harmless_draws(first: Run, redrawn: Run, floor: float) -> set[str]:
@@ -206,7 +203,7 @@ def check_seeds(run: Run, harmless: set[str]) -> Finding | None:
     after = [record["random"] or {} for record in records]
     equal = {kind for kind in after[0] if all(other.get(kind) == after[0][kind] for other in after)}
     # A rank that draws alone, as for noise of differential privacy, draws other numbers than those that draw none.
-    if same := sorted(equal.intersection(*(record["moved"] + record["held"] for record in records)) - harmless):
+    if same := sorted(equal.intersection(*(record["moved"] for record in records)) - harmless):
         what = f"step 1, random numbers of the step: {', '.join(same)} has equal states on all ranks"
         return Finding("same-augmentation", what)
     if records[0]["dropout"] and "torch" in equal:
@@ -481,8 +478,6 @@ def explain_evaluation(run: Run, first: Run) -> str:
     whole = max(first.of("evaluation")[0], key=lambda line: len(line["rows"]), default=None)
     if not whole or not largest[0]:
         return "unknown"
-    if any(line["random"] for lines in (*run.of("evaluation"), *first.of("evaluation")) for line in lines):
-        return "random-evaluation"
     if not largest[0]["collectives"]:
         return "one-rank-evaluation"
     same_place = zip(first.of("evaluation")[0], *run.of("evaluation"), strict=False)
@@ -532,8 +527,7 @@ def compare_runs(
         return findings
     shards = check_shards(run, first, is_divided) if rounding.is_controlled else None
     findings += filter(None, [shards])
-    drawn = draws_in_step(run, "moved") | draws_in_step(first, "moved")
-    if not rounding.is_controlled or drawn - rounding.harmless:
+    if not rounding.is_controlled or draws_in_step(run) - rounding.harmless:
         rates = filter(None, [check_rates(run, first)])
         return [*findings, *rates, Finding("uncontrolled", "step 1, random numbers")]
     cause = shards.cause if shards else ""

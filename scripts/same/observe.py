@@ -7,8 +7,7 @@ optimizer step with its samples, gradients and weights, or an evaluation. Tensor
 over 61 interleaved parts. Sketches are linear, so a factor between tensors is also one between their sketches.
 
 Randomness that may differ between world sizes is removed: dropout is off, and the global random generators are
-seeded by rank before the script begins, and by a sample's index while the data set returns it. Random numbers with
-a row for each sample of a batch, such as noise, are drawn by the samples' indices.
+seeded by rank before the script begins, and by a sample's index while the data set returns it.
 
 Variables: SAME_FOLDER, where to write; SAME_CONTROL=1 reverses each training batch (without a DataLoader: rounds
 gradients differently) to measure rounding; SAME_OTHER_DRAWS=1 lets each step draw other random numbers;
@@ -65,10 +64,6 @@ COLLECTIVES = (
     *("all_reduce_coalesced", "batch_isend_irecv"),
 )
 GATHERS = ("all_gather", "all_gather_into_tensor", "gather")
-DRAWS = {"rand": "uniform_", "rand_like": "uniform_", "randn": "normal_", "randn_like": "normal_"}
-DRAWS |= {"randint": "random_", "randint_like": "random_", "bernoulli": "bernoulli_"}
-"""Functions that return random numbers, each with the method of a tensor that draws such numbers."""
-FILLS = {name: getattr(Tensor, name) for name in ("bernoulli_", "exponential_", "normal_", "random_", "uniform_")}
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
@@ -148,13 +143,6 @@ def is_redirected(module: nn.Module) -> bool:
     return getattr(vars(inner).get("forward"), "__name__", "") == "wrapped_forward"
 
 
-def is_traced() -> bool:
-    """Return whether what is called now is compiled, or captured in a CUDA graph."""
-    return torch.compiler.is_compiling() or (
-        torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    )
-
-
 def random_states() -> dict[str, Any]:
     """Return the states of the global random generators on the CPU."""
     return {"torch": torch.get_rng_state().numpy(), "random": random.getstate(), "numpy": np.random.get_state()}
@@ -205,10 +193,9 @@ class Observer:
         self.stepping: list[Optimizer] = []  # if one wraps another, the outer one comes first
         self.optimizers: list[Optimizer] = []
         self.steps = self.call_depth = 0
-        self.iterations, self.iteration, self.trained, self.iterator = 0, -1, -1, 0
-        # Indices of the last two, [] if unknown: a script may draw one while it trains on the one before.
-        self.batches: Sequence[Sequence[int]] = ()
-        self.held = 0  # how often random numbers have been drawn by these indices
+        self.iterations, self.iteration, self.trained = 0, -1, -1
+        # Of the last two batches, 0 if unknown: a script may draw one while it trains on the one before.
+        self.batch_sizes = deque[int](maxlen=2)
         self.unchecked = RANDOM_SAMPLES
         self.uses_batch_norm = self.uses_dropout = False
         self.autocast: torch.dtype | None = None
@@ -219,14 +206,13 @@ class Observer:
         """Reset what is recorded for a step."""
         self.model: int | None = None
         self.record: dict[str, Any] = {"rows": [], "synced_forwards": 0, "unsynced_forwards": 0, "random": None}
-        self.record |= {"averaged": [], "contrasted": 0, "gathered": False, "held": []}
+        self.record |= {"averaged": [], "contrasted": 0, "gathered": False}
 
     def start_evaluation(self) -> None:
         """Reset what is recorded for an evaluation."""
         self.evaluation_model: nn.Module | None = None
         self.evaluated: dict[int, list[str]] = {}  # by loader iteration: several sets may be evaluated in turn
         self.collectives = 0
-        self.is_random = False  # whether it draws random numbers
         self.before_batch: tuple[dict[int, int], int] = {}, 0  # samples and collectives before the last batch
 
     def write(self, event: str, **fields: Any) -> None:
@@ -351,8 +337,7 @@ class Observer:
     def see_batch(self, module: nn.Module, arguments: Any) -> None:
         """Note a batch's samples for training or evaluation, only for the first module that each of them calls."""
         values = [*arguments[0], *arguments[1].values()]
-        counts = [*map(len, self.batches)]
-        samples = find_batch(values, counts) or find_batch(values, counts, MAX_DEPTH)
+        samples = find_batch(values, self.batch_sizes) or find_batch(values, self.batch_sizes, MAX_DEPTH)
         if not samples or any(tensor.requires_grad or has_no_values(tensor) for tensor in samples):
             return
         batch, mask = samples[0], arguments[1].get("attention_mask")
@@ -378,7 +363,8 @@ class Observer:
         self.end_evaluation()
         if self.model is None:
             self.model, self.trained = id(module), self.iteration
-            self.draw_otherwise(batch.device)
+            if self.draws_otherwise:
+                _ = torch.rand(()), torch.rand((), device=batch.device), random.random(), np.random.rand()
             self.record["random"] = self.record["random"] or step_checksums()
             for device in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(device):
@@ -399,7 +385,7 @@ class Observer:
         """Write the evaluations that have just ended, with the number of collectives after the last one."""
         collectives = self.collectives + ("horovod.torch" in sys.modules)
         for rows in self.evaluated.values():
-            self.write("evaluation", rows=rows, collectives=collectives, random=self.is_random)
+            self.write("evaluation", rows=rows, collectives=collectives)
         self.start_evaluation()
 
     def wrap(self, original: Function, *args: Any, **kwargs: Any) -> None:
@@ -452,61 +438,6 @@ class Observer:
         self.uses_dropout = self.uses_dropout or given.get("dropout_p", 0.0) > 0
         return original(**given | {"dropout_p": 0.0})
 
-    # Random numbers
-
-    def draw_otherwise(self, device: str | torch.device) -> None:
-        """Draw a number from each global generator if other ones are to follow."""
-        if self.draws_otherwise:
-            _ = torch.rand(()), torch.rand((), device=device), random.random(), np.random.rand()
-
-    @contextlib.contextmanager
-    def draw_for(self, *batches: Sequence[int]) -> Iterator[None]:
-        """Within this context, draw random numbers by the indices of these batches."""
-        before, self.batches, self.held = self.batches, batches, 0
-        try:
-            yield
-        finally:
-            self.batches = before
-
-    def hold(self, fill: Function, numbers: Any, *args: Any, **kwargs: Any) -> bool:
-        """Fill a tensor that has a row for each sample of a batch by the samples' indices; return whether it has.
-
-        A single row may be one for the whole batch. Arguments of `fill` may have rows, too.
-        """
-        size = len(numbers) if type(numbers) is Tensor and numbers.dim() else 0
-        batch = next((batch for batch in reversed(self.batches) if len(batch) == size > 1), None)
-        if not batch or numbers.requires_grad or has_no_values(numbers) or is_traced():
-            return False
-        self.held += 1
-        self.is_random = self.is_random or not torch.is_grad_enabled()
-        self.record["held"].append("cuda" if numbers.is_cuda else "torch")
-        for i, index in enumerate(batch):
-            seed = zlib.crc32(repr((index, self.held, self.draws_otherwise)).encode())
-            own = [arg.expand_as(numbers)[i] if isinstance(arg, Tensor) else arg for arg in args]
-            fill(numbers.detach()[i], *own, **kwargs, generator=torch.Generator(numbers.device).manual_seed(seed))
-        return True
-
-    def draw(self, original: Function, *args: Any, **kwargs: Any) -> Any:
-        """Return random numbers, by the samples' indices if there is a row for each."""
-        is_own = any(self.batches) and not any(kwargs.get(name) is not None for name in ("generator", "out"))
-        if is_own and not is_traced():
-            with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
-                numbers = original(*args, **kwargs)
-            name, given = original.__name__, [*args[:1]]  # bernoulli()'s probabilities
-            if "rand" in name:
-                limits = (kwargs.get("low", 0), *args, kwargs.get("high")) if "randint" in name else ()
-                given = [limit for limit in limits if isinstance(limit, int)][-2:]
-            if self.hold(FILLS[DRAWS[name]], numbers, *given):
-                return numbers
-        return original(*args, **kwargs)
-
-    def fill(self, original: Function, numbers: Any, *args: Any, **kwargs: Any) -> Any:
-        """Fill a tensor with random numbers, by the samples' indices if it has a row for each."""
-        given = {name: value for name, value in kwargs.items() if name != "generator"}
-        if kwargs.get("generator") is None and self.hold(original, numbers, *args, **given):
-            return numbers
-        return original(numbers, *args, **kwargs)
-
     # Data
 
     def draw_batches(self, original: Function, loader: DataLoader[Any]) -> Any:
@@ -519,16 +450,11 @@ class Observer:
     def next_batch(self, original: Function, iterator: Any) -> Any:
         """Return a loader's next batch; note its iteration, and the state of the random generators after it."""
         self.before_batch = {key: len(rows) for key, rows in self.evaluated.items()}, self.collectives
-        if self.evaluated and id(iterator) == self.iterator:  # another one draws a seed for its workers
-            self.is_random = self.is_random or self.record["random"] not in (None, step_checksums())
-        self.iterator = id(iterator)
         batch = original(iterator)
-        sampler = iterator._index_sampler
-        indices: Sequence[int] = []
+        sampler, size = iterator._index_sampler, 0
         if isinstance(sampler, Batches):  # workers may have drawn it before those of another loader
-            self.iteration, indices = sampler.iteration, sampler.drawn.popleft()
-        self.batches, self.held, self.record["held"] = (*self.batches[-1:], indices), 0, []
-        self.draw_otherwise("cuda" if torch.cuda.is_initialized() else "cpu")
+            self.iteration, size = sampler.iteration, sampler.sizes.popleft()
+        self.batch_sizes.append(size)
         self.record["random"] = step_checksums()
         return batch
 
@@ -537,11 +463,6 @@ class Observer:
         if loader.multiprocessing_context is None and multiprocessing.get_start_method(allow_none=True) is None:
             loader.multiprocessing_context = "fork"
         original(iterator, loader)
-
-    def fetch(self, original: Function, fetcher: Any, index: Any) -> Any:
-        """Fetch a batch of a map-style data set, whose collation may draw a row for each sample."""
-        with self.draw_for(*[index] * isinstance(index, list)):
-            return original(fetcher, index)
 
     def seed_samples(self, original: Function, fetcher: Any, dataset: Any, *args: Any) -> None:
         """Make the fetcher of a map-style data set seed the random generators by each sample's index."""
@@ -554,7 +475,7 @@ class Batches:
     def __init__(self, sampler: Any, observer: Observer, size: int) -> None:
         self.sampler, self.observer, self.size = sampler, observer, size
         self.iteration = -1
-        self.drawn = deque[Sequence[int]]()  # batches that have not been returned yet
+        self.sizes = deque[int]()  # of the batches that have been drawn, and not returned yet
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -563,7 +484,7 @@ class Batches:
         observer = self.observer
         iteration = observer.iterations
         observer.iterations += 1
-        self.drawn.clear()
+        self.sizes.clear()
         part = self.sampler
         while part is not None:  # such as a BatchSampler of a DistributedSampler
             if hasattr(part, "set_epoch") and hasattr(part, "epoch") and getattr(part, "shuffle", True):
@@ -573,15 +494,13 @@ class Batches:
             try:
                 indices = [int(index) for index in batch]
             except (TypeError, ValueError):  # single samples, or indices of another kind
-                self.drawn.append([])
+                self.sizes.append(0)
                 yield batch
                 continue
             self.iteration = iteration
+            self.sizes.append(len(indices))
             observer.write("batch", iteration=iteration, indices=indices, size=self.size)
-            if observer.is_control:
-                batch = indices = indices[::-1]
-            self.drawn.append(indices)
-            yield batch
+            yield indices[::-1] if observer.is_control else batch
 
 
 class SeededSamples:
@@ -597,8 +516,7 @@ class SeededSamples:
         seed_generators(seed)
         seeded = checksums() if self.observer.unchecked else {}
         try:
-            with self.observer.draw_for():
-                return self.dataset[index]
+            return self.dataset[index]
         finally:
             after = checksums() if seeded else {}
             self.observer.unchecked -= bool(seeded)
@@ -640,11 +558,6 @@ def install(observer: Observer) -> None:
     patch(dataloader._BaseDataLoaderIter, "__next__", observer.next_batch)
     patch(dataloader._MultiProcessingDataLoaderIter, "__init__", observer.fork_workers)
     patch(_utils.fetch._MapDatasetFetcher, "__init__", observer.seed_samples)
-    patch(_utils.fetch._MapDatasetFetcher, "fetch", observer.fetch)
-    for name in DRAWS:
-        patch(torch, name, observer.draw)
-    for name in FILLS:
-        patch(Tensor, name, observer.fill)
 
 
 def find_modules_as(folder: str) -> None:

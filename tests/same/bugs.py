@@ -10,7 +10,6 @@ RESUME = ("--resume", "auto")
 LOSS = "(ddp(points), labels) /"
 SUM_OF_RANK = "(ddp(points), labels.where(points[:, 0] > 0, -100), reduction='sum') / sum(points[:, 0] > 0) /"
 WRAPPED = "ddp = DistributedDataParallel(model)\n"
-NOISY = "(ddp(points + 0.1 * torch.randn_like(points)), labels) /"
 EXTRA = f"model.extra = nn.Parameter(torch.zeros(3))\n{WRAPPED[:-1]} if world_size > 1 else model\n"
 CONTRAST = "points[:, :4].T, torch.arange(len(points)))"
 DISTRIBUTED = "import torch.distributed as dist\n"
@@ -83,7 +82,6 @@ optimizer = Exchanging("""
 BUGS = {
     "loss-scaled": {"loss divided by the world size": {LOSS: f"{LOSS} world_size /"},
         "loss multiplied by it": {LOSS: LOSS.replace("/", "* world_size /")},
-        "loss of noisy samples multiplied by it": {LOSS: NOISY.replace("/", "* world_size /")},
         "gradients summed, not averaged": {**UNWRAPPED, STEP: SUM_BY_HAND + STEP},
         "gradients summed in the optimizer's step": {**UNWRAPPED, SGD: EXCHANGING.replace(" / world_size", "")}},
     "no-set-epoch": {"no set_epoch": NO_EPOCH,
@@ -113,7 +111,8 @@ BUGS = {
     },
     "same-augmentation": {"one seed for augmentation": {SEED_BY_RANK: ""},
         "one seed for workers": {SEED_BY_RANK: "", **WORKERS}, "one seed for augmentation on the device": {
-        SEED_BY_RANK: "", "(48, 1, 0.1)": "(48, 1, 0.0)", LOSS: NOISY}},
+        SEED_BY_RANK: "", "(48, 1, 0.1)": "(48, 1, 0.0)",
+        "ddp(points)": "ddp(points + 0.1 * torch.randn_like(points))"}},
     "batch-norm": {"batch norm": {"nn.LayerNorm(16)": "nn.BatchNorm1d(16)"}},
     "unused-parameters": {"unused parameters": {WRAPPED: EXTRA}},
     "batch-not-divided": {"batch not divided": {"batch_size // args.accumulate": "batch_size * world_size"}},
@@ -171,7 +170,6 @@ LISTED = """class Listed(nn.Sequential):
 model = Listed("""
 NO_BUGS = {
     "accumulation": ACCUMULATE,
-    "noise in each step": {LOSS: NOISY},
     "a stream whose order depends on the number of processes": {
         LOADER: STREAM.replace("[rank::world_size]", "[rank * 48 // world_size : (rank + 1) * 48 // world_size]")
     },

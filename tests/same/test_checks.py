@@ -1,6 +1,5 @@
 """What make same makes of recorded steps and printed lines, without starting a process."""
 
-import functools
 import os
 import pkgutil
 import re
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -54,71 +52,6 @@ def test_random_numbers_that_a_step_draws_on_a_gpu_are_noticed(tmp_path, monkeyp
             torch.rand(1, generator=on_gpu)
         observer.capture()
         assert observer.record["moved"] == moved
-
-
-def test_a_row_for_each_sample_of_a_batch_is_drawn_by_the_sample_s_index(tmp_path):
-    observer, state = observe.Observer(tmp_path, 0), torch.get_rng_state()
-    draws = {
-        "noise": lambda size: observer.draw(torch.randn, size, 3),
-        "times": lambda size: observer.draw(torch.randint, 5, 1000, (size,)),
-        "of the same shape": lambda size: observer.draw(torch.rand_like, torch.zeros(size, 40)),
-        "masks": lambda size: observer.draw(torch.bernoulli, torch.full((size, 30), 0.5)),
-        "paths": lambda size: observer.fill(Tensor.bernoulli_, torch.zeros(size, 1, 9), 0.5),
-    }
-    found = {}
-    for batches in ([[8, 3, 6]], [[3, 8], [1]], [[7, 5, 3, 2]]):
-        with observer.draw_for(*batches):
-            for name, draw in draws.items():
-                rows = zip(batches[0], draw(len(batches[0])), strict=True)
-                for index, row in rows:
-                    assert torch.equal(found.setdefault((name, index), row), row)
-                assert not torch.equal(found[name, batches[0][0]], found[name, batches[0][1]])
-    times = torch.stack([row for (name, _), row in found.items() if name == "times"])
-    assert 5 <= times.min() < 300 < 700 < times.max() < 1000
-    assert torch.equal(torch.get_rng_state(), state)
-    assert set(observer.record["held"]) == {"torch"}
-
-
-@pytest.mark.parametrize(
-    ("shape", "batches"), [((4, 2), [[3, 5, 7]]), ((1,), [[3]]), ((), [[3]]), ((0,), [[]]), ((3,), [])]
-)
-def test_other_random_numbers_are_drawn_as_without_the_observer(tmp_path, shape, batches):
-    observer = observe.Observer(tmp_path, 0)
-    drawn = []
-    for draw in (torch.randn, functools.partial(observer.draw, torch.randn)):
-        torch.manual_seed(5)
-        with observer.draw_for(*batches):
-            drawn.append((draw(shape), torch.rand(2)))
-    assert all(map(torch.equal, *drawn))
-    assert observer.record["held"] == []
-
-
-def test_the_batch_before_counts_if_the_last_one_has_another_size(tmp_path):
-    observer = observe.Observer(tmp_path, 0)
-    with observer.draw_for([3, 5, 7], [1, 2]):
-        early = observer.draw(torch.randn, 3, 2)
-    with observer.draw_for([5, 9]):
-        assert torch.equal(observer.draw(torch.randn, 2, 2)[0], early[1])
-
-
-def test_what_a_collation_draws_is_by_sample_and_what_a_sample_draws_is_not(tmp_path):
-    observer = observe.Observer(tmp_path, 0)
-    samples = observe.SeededSamples({3: 3, 5: 5}, observer)
-    masks = []
-    for indices in ([3, 5], [5, 3]):
-        fetched = observer.fetch(
-            lambda _, own: [samples[i] for i in own] and observer.draw(torch.rand, 2), 0, indices
-        )
-        masks.append(fetched)
-    assert torch.equal(masks[0], masks[1].flip(0))
-
-    class Noisy(dict):
-        def __getitem__(self, index):
-            return observer.draw(torch.rand, 2)
-
-    noisy = observe.SeededSamples(Noisy(), observer)
-    drawn = [observer.fetch(lambda _, own: noisy[3], 0, indices) for indices in ([3, 5], [4, 3])]
-    assert torch.equal(*drawn)
 
 
 def test_samples_are_those_of_the_model_that_lightning_s_training_step_calls(tmp_path):
@@ -433,7 +366,6 @@ def record(world_size, gradients, rate=0.1, **fields):
             "averaged": [],
             "contrasted": 0,
             "gathered": False,
-            "held": [],
         }
         shared |= {"weights": weights, "after": after, "shapes": 1, "low_precision": "float32", "moved": []}
         shared |= {
@@ -541,18 +473,6 @@ def test_draws_that_change_no_gradient_are_harmless():
     ):
         rounding = Rounding(first, first, redrawn)
         assert [one.cause for one in compare_runs(run, first, None, rounding)] == found
-
-
-def test_gradients_are_compared_if_a_step_draws_by_samples_alone():
-    first, one_seed = record(1, GRADIENTS, held=["torch"]), {"held": ["torch"], "random": {"torch": 7}}
-    assert causes(record(2, disturb(3e-7), held=["torch"]), first) == []
-    assert causes(record(2, 2 * GRADIENTS, held=["torch"]), first) == [("loss-scaled", "step 1, gradient")]
-    assert [cause for cause, _ in causes(record(2, GRADIENTS, **one_seed), first)] == ["same-augmentation"]
-    for run, one, control in (
-        (record(2, disturb(0.1), held=["torch"]), first, record(1, disturb(0.1))),  # not bound to their samples
-        (record(2, disturb(0.1), held=["torch"]), record(1, GRADIENTS, moved=["torch"]), first),
-    ):
-        assert [cause for cause, _ in causes(run, one, control)] == ["uncontrolled"]
 
 
 def test_samples_and_rates_are_compared_whatever_a_step_draws():
@@ -701,11 +621,10 @@ def test_what_is_printed_is_compared_to_its_own_last_digit_and_rounding(one, con
     assert [cause for cause, _ in seen] == found
 
 
-def with_evaluations(run, *ranks, collectives=1, random=False):
+def with_evaluations(run, *ranks, collectives=1):
     """Return a run whose ranks have evaluated these samples, by rank and evaluation."""
     for lines, evaluations in zip(run.events, ranks, strict=True):
-        event = {"event": "evaluation", "collectives": collectives, "random": random}
-        lines += [{**event, "rows": rows} for rows in evaluations]
+        lines += [{"event": "evaluation", "rows": rows, "collectives": collectives} for rows in evaluations]
     return run
 
 
@@ -725,29 +644,6 @@ def test_why_an_evaluation_differs(ranks, collectives, cause):
     first = with_evaluations(printed("test_loss 1.25"), ["01", "01234"])
     run = with_evaluations(printed("test_loss 1.75", 2), *ranks, collectives=collectives)
     assert [found for found, _ in causes(run, first)] == [cause]
-
-
-def test_an_evaluation_that_draws_random_numbers_is_not_compared():
-    first = with_evaluations(printed("test_loss 1.25"), ["01234"])
-    run = with_evaluations(printed("test_loss 1.75", 2), ["012"], ["34"], random=True)
-    assert [found for found, _ in causes(run, first)] == ["random-evaluation"]
-
-
-@pytest.mark.parametrize("draw", [None, torch.rand, lambda size: torch.rand(size + 1)])
-def test_what_an_evaluation_draws_is_noted(tmp_path, monkeypatch, draw):
-    observer, model = observe.Observer(tmp_path, 0), torch.nn.Linear(1, 1).eval()
-    monkeypatch.setattr(torch, "rand", functools.partial(observer.draw, torch.rand))
-    loader = SimpleNamespace(_index_sampler=observe.Batches([[0, 1], [2, 3]], observer, 4))
-    loader.draws = iter(loader._index_sampler)
-    with torch.no_grad(), suppress(StopIteration):
-        while indices := observer.next_batch(lambda own: next(own.draws), loader):
-            observer.see_batch(model, ((torch.tensor(indices)[:, None] * 1.0,), {}))
-            if draw:
-                draw(2)
-    torch.randperm(2)  # for the next epoch's order
-    observer.end_evaluation()
-    [[line]] = load(tmp_path, 1, [0]).of("evaluation")
-    assert line["random"] == bool(draw)
 
 
 def test_why_one_of_two_evaluations_differs():
