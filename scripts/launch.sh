@@ -16,7 +16,10 @@
 #   SCRIPT=train.py scripts/launch.sh ddp --lr 0.1
 set -euo pipefail
 # The kernel drops signals without a handler for the first process of a container; in others, they end bash at once.
-if (($$ == 1)); then trap 'exit 138' USR1 && trap 'exit 143' TERM; fi
+if (($$ == 1)); then
+    trap 'exit "${STOPPED_STATUS:-138}"' USR1
+    trap 'exit "${STOPPED_STATUS:-143}"' TERM
+fi
 
 if [[ -n ${SCRIPT:-} ]]; then # paths begin at the caller's folder
     for variable in SCRIPT WORKDIR RUN_DIR; do # macOS' realpath knows no -ms

@@ -108,7 +108,7 @@ begin_job() {
     recipe=$1
     shift
     local default name host_log variable
-    signal="" signals=0 step="" step_pid="" stopper=()
+    signal="" signals=0 step="" step_pid="" stopper=() unanswered=RUNNING
     trap 'signals=$((signals + 1)); stop_step USR1' USR1
     trap 'signals=$((signals + 1)); stop_step TERM' TERM
     signal=${signal:-${early:+USR1}}
@@ -371,12 +371,14 @@ make_elastic() {
 
 # stop_step SIGNAL: Slurm sends its signal before the time limit or a preemption to this script only (B:). Pass it on to
 # the ranks until they have ended, or a script's launcher has noted it: a step that is about to begin would miss it.
-# TERM, too, may be a user's own (--signal=B:TERM@120); if it is Slurm's, the job's state says so at the end.
+# TERM, too, may be a user's own (--signal=B:TERM@120); if it is scancel's, the job's state says so at the end.
 stop_step() {
     if ((${#stopper[@]})); then return; fi # a repeated signal
     signal=USR1
+    if [[ $1 == TERM ]]; then unanswered="perhaps CANCELLED"; fi
     echo "job $job got $1: ranks write a checkpoint"
     if [[ -z $step_pid ]]; then return; fi # run_step starts no step, or calls this again
+    if ! kill -0 "$step_pid" 2>/dev/null; then return; fi # the step has ended
     while :; do
         if [[ $step == srun ]]; then
             scancel --signal="$1" "$job" 2>/dev/null # the steps, not this script
@@ -440,8 +442,10 @@ shorten() {
 # Requeue an incomplete job that was stopped, lost a node or the port, or has a broken GPU; else return.
 start_again() {
     local state preempted lost broken
-    state=$(job_field JobState) preempted=$(job_field PreemptTime | grep '[0-9]')
-    if [[ ${state:-RUNNING} != RUNNING ]]; then # empty: Slurm does not answer
+    state=$(job_field JobState)
+    state=${state:-${unanswered:-RUNNING}} # empty: Slurm does not answer
+    preempted=$(job_field PreemptTime | grep '[0-9]')
+    if [[ $state != RUNNING ]]; then
         # scancel, or a manual requeue: Slurm ends this script, too.
         echo "job $job is $state and its ranks have left; $go_on"
         exit 1

@@ -52,7 +52,7 @@ from recipes.common.errors import UserError
 from recipes.common.options import Parser, read_number, whole_number
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.node import Failure, Node, wait_for_head
-from recipes.common.process.open_files import allow_connections
+from recipes.common.process.open_files import allow_open_files
 from recipes.common.process.parent import end_with_launcher
 from recipes.common.process.rendezvous_errors import MissingNodeError, MissingStoreError
 from scripts.launch import rank_processes, rejoin, script, torch_agent
@@ -116,7 +116,7 @@ def names_of(nodes: Iterable[Any]) -> str:
 
 def serve(port: int, address: str = "", ready_file: str = "") -> None:
     """Serve the job's store, with the job's clock in it; create ready_file once it is up; raises UserError."""
-    allow_connections(10**6)  # as many as it may: it does not know the number of nodes
+    allow_open_files(10**6)  # as many as it may: it does not know the number of nodes
     listener = listening_fd(address, port)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to all steps, this one included
     place = address or "localhost", port

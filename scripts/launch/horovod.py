@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 from recipes.common.errors import UserError
 from recipes.common.process.node import Node, check_head, missing_nodes_error
-from recipes.common.process.open_files import allow_connections
+from recipes.common.process.open_files import allow_open_files
 from recipes.common.process.ranks import bind_address
 from recipes.common.process.rendezvous_errors import MissingNodeError, port_taken_error
 from scripts.launch.agent import main
@@ -154,7 +154,7 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
     command = rank_command(recipe, options)
     first = node.node_rank * node.nproc_per_node
     # Gloo: each rank connects with all others, in each of Horovod's groups. Ranks have the limit of this process.
-    allow_connections(4 * node.nnodes * node.nproc_per_node)
+    allow_open_files(4 * node.nnodes * node.nproc_per_node)
     environments = {first + i: environment(node, i) for i in range(node.nproc_per_node)}
     with rendezvous(node):
         meet_nodes(node, f"{socket.gethostname()} (pid {os.getpid()})")

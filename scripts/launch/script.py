@@ -30,7 +30,7 @@ from pathlib import Path
 from recipes.common.errors import UserError, as_user_error, nearest
 from recipes.common.folders import check_file
 from recipes.common.options import read_number
-from recipes.common.process.open_files import STORE_CONNECTIONS, allow_connections
+from recipes.common.process.open_files import STORE_CONNECTIONS, allow_open_files
 from recipes.common.process.parent import end_with_launcher, exec_python
 from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.world import transport
@@ -252,7 +252,7 @@ def main(argv: Sequence[str]) -> None:
         return
     end_with_launcher()
     # Under srun and mpirun, its rank 0 has the store.
-    allow_connections(STORE_CONNECTIONS * read_number("WORLD_SIZE", 1, 1))
+    allow_open_files(STORE_CONNECTIONS * read_number("WORLD_SIZE", 1, 1))
     pipe = transport.log_processes() if is_first_of_several_nodes() else None
     if pipe or is_task:
         sys.exit(run_watched(argv, pipe, is_task))

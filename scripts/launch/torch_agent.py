@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -27,7 +28,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from recipes.common.errors import UserError
 from recipes.common.process.node import Failure, Node, check_head, missing_nodes_error
-from recipes.common.process.open_files import STORE_CONNECTIONS, allow_connections
+from recipes.common.process.open_files import STORE_CONNECTIONS, allow_open_files
 from recipes.common.process.ranks import bind_address
 from recipes.common.process.rendezvous_errors import MissingNodeError, port_taken_error
 from recipes.common.watch.notes import Notes, find_missing, run_bounded
@@ -233,7 +234,7 @@ def meet_nodes(node: Node, job: str) -> TCPStore:
     options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
     if is_head:
         users = node.nnodes * (1 + node.nproc_per_node)
-        allow_connections(STORE_CONNECTIONS * users, f"the store for {node.nnodes * node.nproc_per_node} ranks")
+        allow_open_files(STORE_CONNECTIONS * users, f"the store for {node.nnodes * node.nproc_per_node} ranks")
         options["master_listen_fd"] = listening_fd(bind_address(node.master_addr), node.master_port)
     store = open_store(node.master_addr, node.master_port, node.rdzv_timeout_s, is_master=is_head, **options)
     names, own = PrefixStore(f"{job}/nodes", store), f"{socket.gethostname()} (pid {os.getpid()})"
@@ -241,12 +242,10 @@ def meet_nodes(node: Node, job: str) -> TCPStore:
     size = names.compare_set("nnodes", "", str(node.nnodes)).decode()
     if size != str(node.nnodes):
         names.set("refusal", f"NNODES is {size} on one node and {node.nnodes} on node {rank}; give all the same")
-    elif names.check(["all"]):  # status 1: a scheduler may start a lost node again before node 0 has noticed
-        place = f"the job at {node.master_addr}:{node.master_port}"
-        what = f"NODE_RANK {rank} of {place} is taken: {names.get(rank).decode()} has started it"
-        raise MissingNodeError(f"{what}; end that job first, or choose another MASTER_PORT")
-    names.set(rank, own)
     deadline = time.monotonic() + node.rdzv_timeout_s
+    if names.check([f"met/{rank}"]):
+        wait_for_end(node, names, deadline)
+    names.set(rank, own)
     while True:
         # Node 0 looks for all, and the others for its word: 1,000 nodes that look for 1,000 overload the store.
         if is_head and names.check(ranks):
@@ -259,11 +258,30 @@ def meet_nodes(node: Node, job: str) -> TCPStore:
             time.sleep(STORE_LINGER_S if is_head else 0)  # the store ends with node 0
             raise UserError(names.get("refusal").decode())
         if are_all_there:
+            names.set(f"met/{rank}", "")
             return store
         if time.monotonic() > deadline:
             missing = [*map(int, find_missing(names, ranks))] or [0]  # all are there, and node 0 has not said so
             raise missing_nodes_error(node, missing)
         time.sleep(0.1)
+
+
+def wait_for_end(node: Node, names: PrefixStore, deadline: float) -> None:
+    """Say that another node has this rank, wait until the store ends with its job, and raise MissingNodeError.
+
+    A scheduler may start a lost node again before the others have noticed: each failure is one of its restarts.
+    """
+    rank, fix = str(node.node_rank), "end one of the two, or choose another MASTER_PORT"
+    place = f"the job at {node.master_addr}:{node.master_port}"
+    what = f"NODE_RANK {rank} of {place} is taken: {names.get(rank).decode()} has started it"
+    print(f"warning: {what}, and this node waits until it ends; {fix}", file=sys.stderr, flush=True)
+    while time.monotonic() < deadline:
+        time.sleep(1.0)
+        try:
+            names.check([rank])
+        except DistError:
+            raise MissingNodeError(f"{place} has ended, whose NODE_RANK {rank} was taken; start again") from None
+    raise MissingNodeError(f"{what}; {fix}")
 
 
 def run(node: Node, recipe: str, options: list[str], logs: str) -> int:

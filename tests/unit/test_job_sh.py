@@ -1061,6 +1061,19 @@ def test_a_term_to_the_batch_script_alone_stops_the_step_as_usr1_does(job, tmp_p
     assert is_requeued(tmp_path)
 
 
+def test_a_signal_after_the_step_is_sent_to_nobody(job):
+    """It would hit the tasks that ask all nodes whether they answer."""
+    done = job(then='run_step true; kill -TERM $$; echo "${#stopper[@]} wait to repeat it"')
+    assert done.stdout.endswith("\n0 wait to repeat it\n"), done.stdout
+
+
+def test_after_a_term_a_job_whose_state_slurm_does_not_tell_may_have_been_cancelled(job, tmp_path):
+    done = job(then="kill -TERM $$; job_field() { :; }; greatest=0 status=0; end_job")
+    assert done.returncode == 1
+    assert "job 7 is perhaps CANCELLED and its ranks have left" in done.stdout
+    assert not is_requeued(tmp_path)
+
+
 def test_a_signal_that_comes_as_the_step_begins_reaches_it(job, tmp_path):
     """It comes once the step has been started, and before its process id is known."""
     trap = "#!/bin/bash\ntrap 'exit 5' USR1\nfor i in {1..200}; do sleep 0.1; done\n"

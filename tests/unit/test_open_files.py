@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 from recipes.common.data.workers import LoadedSplit
 from recipes.common.errors import UserError
 from recipes.common.process.node import Node
-from recipes.common.process.open_files import OTHER_FILES, allow_connections
+from recipes.common.process.open_files import OTHER_FILES, allow_open_files
 from recipes.common.process.ranks import Ranks
 from recipes.common.world import world
 from recipes.single import train as single
@@ -36,11 +36,11 @@ def test_a_limit_is_raised_as_far_as_it_may_be(monkeypatch):
     enough = 8192 + OTHER_FILES
     for hard, soft_then in ((524288, enough), (UNLIMITED, enough), (4096, 4096)):
         raised = limit(monkeypatch, 1024, hard)
-        allow_connections(8192)
+        allow_open_files(8192)
         assert [call.args[1] for call in raised.mock_calls] == [(soft_then, hard)]
     for soft in (65536, UNLIMITED):
         raised = limit(monkeypatch, soft, soft)
-        allow_connections(8192)
+        allow_open_files(8192)
         assert raised.mock_calls == []
 
 
@@ -54,9 +54,9 @@ def test_a_store_with_too_few_places_is_refused(monkeypatch):
 
 def test_workers_without_enough_files_are_refused(monkeypatch):
     """Otherwise they die with a traceback, or a rank waits for them for twice --timeout-s."""
-    limit(monkeypatch, 64, 140)
+    limit(monkeypatch, 64, 150)
     args = single.options(["--workers", "2"])
-    with refused("--workers 2 needs 144 open files, and this process may open 140; raise its hard limit to 144 "):
+    with refused("--workers 2 needs 152 open files, and this process may open 150; raise its hard limit to 152 "):
         LoadedSplit([], args, torch.device("cpu"), on_fault=Mock())
 
 

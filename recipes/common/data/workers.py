@@ -35,7 +35,7 @@ from recipes.common.data.idle_clock import MAX_IDLE_SHARE, IdleClock
 from recipes.common.data.splits import Batch, Split
 from recipes.common.errors import UserError
 from recipes.common.options import Options
-from recipes.common.process.open_files import WORKER_FILES, allow_connections
+from recipes.common.process.open_files import WORKER_FILES, allow_open_files
 from recipes.common.process.signals import STOP_SIGNALS
 from recipes.common.process.sockets import choose_socket_folder
 
@@ -261,7 +261,7 @@ class LoadedSplit(Split):
         self.idle, self.has_warned = IdleClock(device), False
         self.keys = BatchKeys(args.workers, getattr(dataset, "ahead", 0))
         if args.workers:
-            allow_connections(WORKER_FILES * args.workers, f"--workers {args.workers}")
+            allow_open_files(WORKER_FILES * args.workers, f"--workers {args.workers}")
         self.loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_sampler=self.keys,

@@ -12,15 +12,15 @@ from recipes.common.errors import UserError
 STORE_CONNECTIONS = 2
 """Connections to the store at MASTER_ADDR of each rank, and of each node's agent."""
 
-WORKER_FILES = 8
-"""What a rank opens for each of its worker processes: pipes, and the memory of batches."""
+WORKER_FILES = 12
+"""What a rank opens for each of its --workers, which both sets have: pipes, and the memory of batches."""
 
 OTHER_FILES = 128
 """What a process opens besides: libraries, logs, pipes of workers."""
 
 
-def allow_connections(count: int, what: str = "") -> None:
-    """Let this process open so many connections: raise its soft limit up to the hard one.
+def allow_open_files(count: int, what: str = "") -> None:
+    """Let this process open so many files, such as connections: raise its soft limit up to the hard one.
 
     If they are for `what`, raises UserError if that is not enough: clients of a store without a connection would
     wait until their time-out, and blame the network, and so would a rank for a worker process.

@@ -66,7 +66,9 @@ def taken_rank_error(rank: int) -> UserError:
     """Return the error for a rank that another process already is, in a job whose ranks have met."""
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     what = f"the job at {place} already has a rank {rank}"
-    return MissingNodeError(f"{what}; end that job first, or choose another MASTER_PORT", on_every_node=True)
+    return MissingNodeError(
+        f"{what}; end that job first, choose another MASTER_PORT, or number ranks from 0", on_every_node=True
+    )
 
 
 def connection_error(rank: int, message: str) -> UserError:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from recipes.common.errors import UserError
 from recipes.common.nonfinite import NonFiniteError
 from recipes.common.options import Options
-from recipes.common.process.open_files import STORE_CONNECTIONS, allow_connections
+from recipes.common.process.open_files import STORE_CONNECTIONS, allow_open_files
 from recipes.common.process.ranks import Ranks, bind_address, connect_within, read_ranks
 from recipes.common.process.signals import Stop
 from recipes.common.watch.notes import find_missing
@@ -245,7 +245,7 @@ def allow_sockets(ranks: Ranks) -> None:
     if ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         connections += STORE_CONNECTIONS * ranks.world_size
         store = f"the store for {ranks.world_size} ranks"
-    allow_connections(connections, store)
+    allow_open_files(connections, store)
 
 
 def wait_for_store(rank: int, timeout: timedelta) -> None:
