@@ -199,7 +199,7 @@ def matches(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def check_layers(model: nn.Module, pattern: str, style: str, name: str, ranks: int) -> None:
-    """Raise UserError if the number of ranks does not divide a layer that is to be split."""
+    """Raise UserError if the number of ranks does not divide a layer that is to be split and not gathered."""
     for path, module in matches(model, pattern):
         if style in ("colwise", "rowwise") and isinstance(module, nn.Linear):
             size = module.out_features if style == "colwise" else module.in_features

@@ -21,6 +21,7 @@ from recipes.common.checkpoint.checkpoint import CheckpointFolder, CheckpointWri
 from recipes.common.checkpoint.shard_files import Box, ShardedFolder, is_reference, read_box
 from recipes.common.errors import UserError
 from recipes.common.job import Job
+from recipes.common.nonfinite import total_norm
 from recipes.common.optim import optimizer_state
 from recipes.common.options import Options
 from recipes.common.world.peers import Peers, own_part
@@ -39,12 +40,12 @@ def update(job: Job, check: Callable[[Sequence[Tensor]], bool]) -> None:
     def check_norm(gradients: Sequence[Tensor]) -> bool:
         some = gradients[:1] if job.args.on_nonfinite == "stop" else gradients  # as nonfinite.py does
         with job.peers.watch("gradients"):
-            return check([total_norm(some)])
+            return check([norm_over_ranks(some)])
 
     try:
         # Sharding: an operation of the user's optimizer on a whole parameter, such as a norm, sums over the ranks.
         with job.peers.watch("gradients"):
-            loop.update(job, check_norm, clip_gradients)
+            loop.update(job, check_norm, clip_shards)
     except RuntimeError as error:
         if not job.is_unseen_optimizer or not re.search(ABOUT_SHARDS, str(error)):
             raise
@@ -80,12 +81,12 @@ def is_restored(value: Tensor, parameter: DTensor) -> bool:
     return value.shape == parameter.shape and value.placements == parameter.placements
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
+def clip_shards(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
     """Do the same as nn.utils.clip_grad_norm_(), for whole gradients and shards on any meshes.
 
     Call it on all ranks.
     """
-    norm = total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    norm = norm_over_ranks([parameter.grad for parameter in parameters if parameter.grad is not None])
     meshes: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in parameters:
         meshes.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
@@ -94,7 +95,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tenso
     return norm
 
 
-def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+def norm_over_ranks(gradients: Sequence[Tensor]) -> Tensor:
     """Return the norm of all gradients, whole ones and shards on any meshes; call it on all ranks."""
     parts: dict[tuple[DeviceMesh | None, tuple[Placement, ...]], list[Tensor]] = {}
     for gradient in gradients:
@@ -105,7 +106,7 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
             parts.setdefault((None, ()), []).append(gradient)
     norms = []
     for (mesh, sums), own in parts.items():
-        norm = nn.utils.get_total_norm(own)
+        norm = total_norm(own)
         if mesh:
             # Sharding: each rank knows the norm of its shards; sums their squares, 4 bytes a rank.
             norm = gather_whole(DTensor.from_local(norm**2, mesh, sums, run_check=False)).sqrt()
