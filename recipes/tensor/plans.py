@@ -102,17 +102,16 @@ def parallelize(
         layers.update(VOCABULARY)
     packed: Packed = {}
     torch.backends.mha.set_fastpath_enabled(False)  # in evaluation, the fused layer would read whole weights
-    for path, module in model.named_modules():
-        if not own_plan and isinstance(module, Attention | nn.MultiheadAttention):
-            packed.update(split_heads(module, path, name, mesh))
-    for path, style in plan.items():
-        check_layers(model, path, style, name, ranks)
     styles = make_styles(sequence)
-    # Tensor: every rank has drawn the same weights and cuts out its shards: nothing crosses the wire.
     with kept_uses(model):
-        parallelize_module(
-            model, mesh, {path: styles[style] for path, style in layers.items()}, src_data_rank=None
-        )
+        for path, module in model.named_modules():
+            if not own_plan and isinstance(module, Attention | nn.MultiheadAttention):
+                packed.update(split_heads(module, path, name, mesh))
+        for path, style in plan.items():
+            check_layers(model, path, style, name, ranks)
+        split = {path: styles[style] for path, style in layers.items()}
+        # Tensor: every rank has drawn the same weights and cuts out its shards: nothing crosses the wire.
+        parallelize_module(model, mesh, split, src_data_rank=None)
     if vocabulary and isinstance(model, GPT):
         model.head.register_forward_hook(whole_logits)
     return packed
