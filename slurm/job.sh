@@ -380,8 +380,9 @@ stop_step() {
     if [[ -z $step_pid ]]; then return; fi # run_step starts no step, or calls this again
     if ! kill -0 "$step_pid" 2>/dev/null; then return; fi # the step has ended
     while :; do
-        if [[ $step == srun ]]; then
-            scancel --signal="$1" "$job" 2>/dev/null # the steps, not this script
+        if [[ $step == srun ]]; then # the steps, not this script
+            # If Slurm ends the job itself, its steps know; scancel would wait, and signal those of the job's next start.
+            if [[ $(job_field JobState) =~ ^(RUNNING)?$ ]]; then timeout 8 scancel --signal="$1" "$job" 2>/dev/null; fi
         else
             kill -s USR1 "$step_pid" 2>/dev/null # mpirun passes it to its ranks; at TERM it would end them
         fi

@@ -1061,6 +1061,17 @@ def test_a_term_to_the_batch_script_alone_stops_the_step_as_usr1_does(job, tmp_p
     assert is_requeued(tmp_path)
 
 
+@pytest.mark.parametrize(("state", "is_sent"), [("RUNNING", True), ("", True), ("COMPLETING", False)])
+def test_a_term_by_which_slurm_ends_the_job_is_not_sent_to_its_steps_again(job, tmp_path, state, is_sent):
+    """They have got it, and scancel would wait until the job has been requeued, and stop its next start."""
+    write_program(tmp_path / "scancel", f"echo sent to $2 >> {tmp_path}/said")
+    write_program(tmp_path / "srun", f"touch {tmp_path}/begun; for i in {{1..30}}; do sleep 0.1; done")
+    send = f"(while [[ ! -e {tmp_path}/begun ]]; do sleep 0.05; done; kill -TERM $$) &"
+    done = job(then=f"job_field() {{ echo {state}; }}; {send} run_step srun")
+    assert "job 7 got TERM: ranks write a checkpoint\n" in done.stdout
+    assert (tmp_path / "said").exists() == is_sent
+
+
 def test_a_signal_after_the_step_is_sent_to_nobody(job):
     """It would hit the tasks that ask all nodes whether they answer."""
     done = job(then='run_step true; kill -TERM $$; echo "${#stopper[@]} wait to repeat it"')
