@@ -28,4 +28,4 @@ def tiny_job(*argv):
     model = torch.nn.Linear(1, 1)
     stop = SimpleNamespace(error=None, vote=GO, listen=lambda: None)
     optimizer = build_optimizer(args, model, ALONE)
-    return Job(args, "single", tiny_data(), ALONE, model, optimizer, build_scaler(args, CPU), stop)
+    return Job(args, "single", tiny_data(), Peers(CPU), model, optimizer, build_scaler(args, CPU), stop)

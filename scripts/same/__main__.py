@@ -206,11 +206,8 @@ class Session:
         i, shares = found.step, []
         for rank in range(run.world_size):
             shares.append(self.replay(run.share_batches(rank, i), SAME_STOP_AFTER=str(i + 1)))
-        return (
-            replace(found, cause="batch-dependent")
-            if checks.is_mean_of_shares(run, i, shares, rounding)
-            else found
-        )
+        is_mean = checks.is_mean_of_shares(run, i, shares, rounding)
+        return replace(found, cause="batch-dependent") if is_mean else found
 
     def examine_resume(self) -> None:
         """Kill a run at the smallest world size above 1 (or at 1 if it is alone), resume it and compare."""
