@@ -202,7 +202,8 @@ class TestRequeue:
         ("file", "flags", "name"),
         [
             ("ddp.sbatch", ("--gpus-per-node=1",), "USR1"),
-            ("spawn.sbatch", ("--nodes=1", "--gpus-per-node=2"), "TERM"),  # its ranks equal ddp's to the last bit
+            ("ddp.sbatch", ("--gpus-per-node=1",), "TERM"),
+            ("spawn.sbatch", ("--nodes=1", "--gpus-per-node=2"), "USR1"),  # its ranks equal ddp's to the last bit
         ],
     )
     def test_near_the_time_limit(self, cluster, tmp_path, undisturbed, file, flags, name):
