@@ -16,7 +16,7 @@ WORKER_FILES = 12
 """What a rank opens for each of its --workers, which both sets have: pipes, and the memory of batches."""
 
 OTHER_FILES = 128
-"""What a process opens besides: libraries, logs, pipes of workers."""
+"""What a process opens besides: libraries, logs, data."""
 
 
 def allow_open_files(count: int, what: str = "") -> None:
