@@ -548,7 +548,7 @@ def test_a_script_is_signalled_until_its_launcher_notes_that(script, tmp_path):
     scancel = f'echo "$*" >>{tmp_path}/said\n[ $(wc -l <{tmp_path}/said) = 1 ] && exit 1\n'
     scancel += f'[ $(wc -l <{tmp_path}/said) = 3 ] && touch "$STOPPED_FILE"\n:\n'
     write_program(tmp_path / "scancel", scancel)
-    begun = "export STOPPED_FILE=$logs/.stopped-$job step=srun step_pid=1"
+    begun = "export STOPPED_FILE=$logs/.stopped-$job step=srun step_pid=$$"
     done = script(begun + '; read() { :; }; stop_step USR1; wait "${stopper[0]}"')
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "said").read_text() == "--signal=USR1 7\n" * 3
