@@ -34,7 +34,7 @@ from recipes.common.errors import UserError
 from recipes.common.models.gpt import GPT, Attention
 from recipes.common.models.models import BUILT_IN_MODELS, GPT_NAMES, GPTS, LeNet
 from recipes.common.models.vit import VisionTransformer
-from recipes.common.parallel.sharding import map_states
+from recipes.common.parallel.sharding import map_states, names_of_parameters
 from recipes.common.world.tree import Slot
 
 PLANS: dict[type[nn.Module], dict[str, str]] = {
@@ -115,14 +115,6 @@ def parallelize(
     if vocabulary and isinstance(model, GPT):
         model.head.register_forward_hook(whole_logits)
     return packed
-
-
-def names_of_parameters(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter: more than one if modules share it."""
-    names: dict[Tensor, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return list(names.values())
 
 
 @contextmanager

@@ -13,9 +13,9 @@ from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.models.split_check import Pass, call_own, check_same_pass, one_pass, without_zeros
 from recipes.common.options import HOOKED, Options
-from recipes.common.parallel.sharding import gather_whole
+from recipes.common.parallel.sharding import gather_whole, names_of_parameters
 from recipes.common.user_code import name_of
-from recipes.tensor.plans import PLANS, Packed, matches, names_of_parameters, swap
+from recipes.tensor.plans import PLANS, Packed, matches, swap
 
 BETWEEN = "replicated_with_grad_allreduce"
 FIXES = (

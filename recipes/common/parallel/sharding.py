@@ -254,6 +254,14 @@ def read_shards(
     return map_states(content, model, read)
 
 
+def names_of_parameters(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter: more than one if modules share it."""
+    names: dict[Tensor, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return list(names.values())
+
+
 def map_states(
     content: dict[str, Any], model: nn.Module, change: Callable[[str | None, Any], Any]
 ) -> dict[str, Any]:
@@ -262,12 +270,9 @@ def map_states(
     The name of a state is its parameter's (None: the model has no such parameter). A tied weight is changed once,
     under its first name.
     """
-    names = {number: name for number, (name, _) in enumerate(model.named_parameters())}
-    first_names: dict[int, str] = {}
-    own_names = {
-        name: first_names.setdefault(id(parameter), name)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
+    uses = names_of_parameters(model)
+    names = {number: first for number, (first, *_) in enumerate(uses)}
+    first_names = {name: first for first, *others in uses for name in (first, *others)}
     optimizer = content["optimizer"]
     state = {
         number: {key: change(names.get(number), value) for key, value in values.items()}
@@ -276,6 +281,6 @@ def map_states(
     changed: dict[str, Any] = {}
     weights = copy.copy(content["model"])  # with its attributes: a module's state_dict() has versions there
     for name, value in content["model"].items():
-        first = own_names.get(name, name)
+        first = first_names.get(name, name)
         changed[name] = weights[name] = changed[first] if first in changed else change(name, value)
     return {**content, "model": weights, "optimizer": {**optimizer, "state": state}}
