@@ -16,7 +16,7 @@ from recipes.common.checkpoint.checkpoint import CheckpointFolder
 from recipes.common.errors import UserError
 from recipes.common.record.resume import read_path
 from scripts.dev import export
-from tests.support import is_equal, newest_checkpoint, run_command
+from tests.support import ROOT, is_equal, newest_checkpoint, run_command
 from tests.unit.test_checkpoint import content
 
 
@@ -63,6 +63,7 @@ def test_safetensors(run, tmp_path, capsys):
     assert capsys.readouterr().err.startswith(f"error: cannot write {tmp_path / 'none' / 'model.safetensors'}: ")
 
 
+@pytest.mark.skipif(not (ROOT / ".venv").exists(), reason="make would install .venv first; run make setup")
 def test_make_export(run, tmp_path):
     out = tmp_path / "a model.pt"
     result = run_command("make", "export", f"RUN={run}", f"OUT={out}")
