@@ -139,8 +139,9 @@ def test_plain_torchrun_restarts_its_ranks_too(tmp_path):
     """Its agent keeps one store for all attempts, with the note that a rank hung, by which all would end again."""
     argv = (*GENTLE, *OFTEN, "--max-steps", "200", "--timeout-s", "10", "--resume", "auto")
     words = words_for(tmp_path, "e", *argv)
-    start = (".venv/bin/torchrun", "--nproc-per-node=2", "--max-restarts=1", f"--master-port={free_port()}")
-    job = Command(*start, "-m", "recipes.ddp.train", *words, SLOW_UNTIL=str(tmp_path / "end"))
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1")
+    start = (*torchrun, f"--master-port={free_port()}", "-m", "recipes.ddp.train", *words)
+    job = Command(*start, SLOW_UNTIL=str(tmp_path / "end"))
     job.wait_for_step(tmp_path / "e", 30)
     hung = job.processes(" -u -m recipes.ddp.train")[-1]
     hung.suspend()
