@@ -167,11 +167,11 @@ def check_names(what: str, names: Sequence[str], known: Sequence[str], cutoff: f
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: its title, the key of its figures in the rows, and their format."""
+    """A column of a table: its title, the key of its figures in the rows, and how they are written."""
 
     title: str
     key: str
-    form: str = "{}"
+    form: str | Callable[[float], str] = "{}"
     factor: float = 1
 
     def cell(self, row: Mapping[str, Any]) -> str:
@@ -179,7 +179,8 @@ class Column:
         value = row[self.key]
         if value is None:
             return "-"
-        return self.form.format(value * self.factor if isinstance(value, int | float) else value)
+        write = self.form.format if isinstance(self.form, str) else self.form
+        return write(value * self.factor if isinstance(value, int | float) else value)
 
 
 def table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], left: int = 0) -> str:

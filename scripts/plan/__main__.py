@@ -63,21 +63,39 @@ LINEAR_LIMIT = 8192
 """The global batch up to which ResNet-50 on ImageNet keeps its accuracy by linear scaling with warm-up (Goyal et
 al. 2017, https://arxiv.org/abs/1706.02677)."""
 
+
+def short(value: float) -> str:
+    """Return a number with one decimal, or with two significant digits if it is below 1."""
+    return f"{value:,.1f}" if value >= 1 or not value else f"{value:.2g}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time in hours, minutes or seconds."""
+    if seconds >= 3600:
+        return f"{seconds / 3600:,.1f} h"
+    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{short(seconds)} s"
+
+
+def money(amount: float) -> str:
+    """Return an amount of money in whole units, or with two decimals if it is below 10."""
+    return f"{amount:,.0f}" if amount >= 10 else f"{amount:.2f}" if amount >= 0.01 or not amount else "<0.01"
+
+
 COLUMNS = (
     Column("nodes", "nodes", "{:,}"),
     Column("GPUs", "ranks", "{:,.0f}"),
     Column("global batch", "global_batch_size", "{:,.0f}"),
-    Column("step, ms", "step_s", "{:,.1f}", 1e3),
-    Column("exposed, ms", "exposed_s", "{:,.1f}", 1e3),
+    Column("step, ms", "step_s", short, 1e3),
+    Column("exposed, ms", "exposed_s", short, 1e3),
     Column("limit", "limit"),
     Column("efficiency", "efficiency", "{:.1%}"),
     Column("samples/s", "samples_per_s", "{:,.0f}"),
-    Column("sent per node and step, MB", "sent_bytes_per_node", "{:,.1f}", 1e-6),
-    Column("memory of a GPU, GB", "memory_sum_bytes", "{:,.1f}", 1e-9),
-    Column("checkpoint every, min", "interval_s", "{:,.1f}", 1 / 60),
+    Column("sent per node and step, MB", "sent_bytes_per_node", short, 1e-6),
+    Column("memory of a GPU, GB", "memory_sum_bytes", short, 1e-9),
+    Column("checkpoint every", "interval_s", duration),
     Column("useful time", "useful_share", "{:.1%}"),
-    Column("hours", "hours", "{:,.2f}"),
-    Column("cost", "cost", "{:,.0f}"),
+    Column("job time", "hours", duration, 3600),
+    Column("cost", "cost", money),
 )
 
 PANELS = {
@@ -319,14 +337,21 @@ def failure_figures(
     }
 
 
+def nodes_text(row: Row) -> str:
+    """Return a row's number of nodes as text."""
+    return f"{row['nodes']:,} node{'s' * (row['nodes'] > 1)}"
+
+
 def advice(row: Row, args: Namespace, kind: Kind) -> list[str]:
-    """Return advice on the global batch and the learning rate at the largest number of nodes."""
+    """Return the job's length, and advice on batch and learning rate, at the largest number of nodes."""
     batch = row["global_batch_size"]
     epoch_steps = kind.num_samples // batch
     texts = [
+        f"job of {row['steps']:,} steps: {row['steps'] / epoch_steps:.4g} epochs of {kind.num_samples:,} samples, "
+        f"on {nodes_text(row)}",
         f"global batch {batch:,}: {epoch_steps:,} steps an epoch. Linear scaling: --lr R --scale-lr, where R is "
         f"the rate that is good for 256 samples (0.1 for ResNet-50), gives R x {batch / 256:g}; warm up over 5 "
-        f"epochs: --warmup-steps {5 * epoch_steps}"
+        f"epochs: --warmup-steps {5 * epoch_steps}",
     ]
     if batch > LINEAR_LIMIT:
         nodes = max(1, LINEAR_LIMIT * row["nodes"] // batch)
@@ -347,10 +372,9 @@ def memory_line(rows: Sequence[Row], args: Namespace) -> str:
         full = [f"{row['nodes']:,}" for row in rows if row["memory_sum_bytes"] > 0.95e9 * room]
         where = f"; DOES NOT FIT on {', '.join(full)} node{'s' * (full != ['1'])}: lower {batch}, or {fix}"
         fits = f" of {room:g} on one {args.gpu_type.upper()}{where * bool(full)}"
-    nodes = f"{last['nodes']:,} node{'s' * (last['nodes'] > 1)}"
     parts = (f"{name.replace('_', ' ')} {size / 1e6:,.1f}" for name, size in last["memory_bytes"].items() if size)
     return (
-        f"memory of a GPU on {nodes}, estimated: {last['memory_sum_bytes'] / 1e9:.1f} GB{fits} "
+        f"memory of a GPU on {nodes_text(last)}, estimated: {short(last['memory_sum_bytes'] / 1e9)} GB{fits} "
         f"(in MB: {', '.join(parts)}; without the libraries' own)"
     )
 
@@ -387,10 +411,10 @@ def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
     last, link, fabric = rows[-1], cluster_of(args, 1).network, args.fabric or "own"
     lines = [
         f"plan {args.recipe} {options.model}: {whole.parameters:,} parameters, samples {kind.data.input}, "
-        f"{workload.flops_per_sample / 1e9:.1f} GFLOP a sample on a rank",
-        f"compute {1e3 * compute.total_s:.1f} ms a step of {args.local_batch_size} samples, {source}",
+        f"{short(workload.flops_per_sample / 1e9)} GFLOP a sample on a rank",
+        f"compute {short(1e3 * compute.total_s)} ms a step of {args.local_batch_size} samples, {source}",
         f"fabric {fabric}: {link.bytes_per_s * 8e-9:,.1f} Gbit/s for a node, {link.alpha_s * 1e6:g} us a hop; "
-        f"in a node {args.intra}; {args.gpus} GPUs a node",
+        f"in a node {args.intra}; {args.gpus} GPU{'s' * (args.gpus > 1)} a node",
         memory_line(rows, args),
         checkpoint_line(last, options),
         *advice(last, args, kind),
