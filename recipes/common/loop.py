@@ -138,23 +138,7 @@ def begin_run(
     Raises UserError if the record cannot be opened, or the checkpoint does not fit; or as gather_places().
     """
     peers = job.peers
-    places = gather_places(job)
-
-    def open_record(check: ShardCheck | None = None) -> tuple[Record | None, Content | None]:
-        if peers.rank:
-            return None, None
-        return open_run(job.args, job.recipe, places, check if own_shards else None)
-
-    def read_record() -> tuple[Record | None, Content | None]:
-        from recipes.common.checkpoint.shard_files import share_checks
-
-        return share_checks(open_record, peers, job.args.timeout_s, job.disk_s)
-
-    read_or_open = read_record if job.args.may_start_from_file else open_record
-    job.record, content = run_on_all_ranks(read_or_open, peers)
-    with peers.watch("checkpoint"):
-        own = (job.record.folder, content is not None) if job.record else (job.folder, False)
-        job.folder, resumes = peers.broadcast_object(own)
+    resumes, content = open_record(job, reads_shards=own_shards is not None)
 
     def take_over() -> None:
         if job.args.sharded_checkpoints:
@@ -184,6 +168,31 @@ def begin_run(
     warnings = () if job.args.evaluate else warnings_before_training(job)
     for text in filter(None, (taken, unread_folder(job.args), tuning, *warnings)):
         job.say(text)
+
+
+def open_record(job: Job, reads_shards: bool) -> tuple[bool, Content | None]:
+    """Open the run's record on rank 0; return whether the job resumes, and on rank 0 the content to resume from.
+
+    `reads_shards`: whether each rank reads its own part of a sharded checkpoint. Call it on all ranks.
+    """
+    peers, places = job.peers, gather_places(job)
+
+    def open_on_rank_0(check: ShardCheck | None = None) -> tuple[Record | None, Content | None]:
+        if peers.rank:
+            return None, None
+        return open_run(job.args, job.recipe, places, check if reads_shards else None)
+
+    def read_and_open() -> tuple[Record | None, Content | None]:
+        from recipes.common.checkpoint.shard_files import share_checks
+
+        return share_checks(open_on_rank_0, peers, job.args.timeout_s, job.disk_s)
+
+    read_or_open = read_and_open if job.args.may_start_from_file else open_on_rank_0
+    job.record, content = run_on_all_ranks(read_or_open, peers)
+    with peers.watch("checkpoint"):
+        own = (job.record.folder, content is not None) if job.record else (job.folder, False)
+        job.folder, resumes = peers.broadcast_object(own)
+    return resumes, content
 
 
 def check_folder(folder: Path) -> None:
@@ -291,22 +300,10 @@ def train_until_evaluation(job: Job, technique: Technique) -> int:
         with peers.watch.mark("optimizer"), job.watch_gpu():
             (technique.update or update)(job, partial(job.check_gradients, loss_sum))
             job.guard.restore_buffers()
-        if job.is_unseen_optimizer:
-            job.is_unseen_optimizer = False
-            check_optimizer(job, technique)
-        if job.is_unseen_model:
-            job.is_unseen_model = False
-            for text in warnings_after_passes(job, not technique.sync_buffers, buffers_before):
-                job.say(text)
+        check_first_step(job, technique, buffers_before)
         job.count_step()
         if job.is_log_due():
-            # Log: sums the ranks' parts of the global batch's loss: 4 bytes a rank, once in --log-every steps.
-            with peers.watch("metrics"):
-                peers.sum_tensor(loss_sum)
-                loss = loss_sum.item()
-            if not loss:
-                warn_if_none_counts(job)
-            job.log_step(loss, rate)
+            log_loss(job, loss_sum, rate)
         if decision == STOP:
             break
         if job.is_checkpoint_due():
@@ -315,6 +312,28 @@ def train_until_evaluation(job: Job, technique: Technique) -> int:
             job.profile.end_step()
     job.pause()
     return decision
+
+
+def check_first_step(job: Job, technique: Technique, buffers_before: dict[str, str]) -> None:
+    """After the first step, check the user's optimizer and warn about the user's model; call it on all ranks."""
+    if job.is_unseen_optimizer:
+        job.is_unseen_optimizer = False
+        check_optimizer(job, technique)
+    if job.is_unseen_model:
+        job.is_unseen_model = False
+        for text in warnings_after_passes(job, not technique.sync_buffers, buffers_before):
+            job.say(text)
+
+
+def log_loss(job: Job, loss_sum: Tensor, rate: float) -> None:
+    """Log the step just done: the ranks' parts of its loss, added up, and its learning rate. Call on all ranks."""
+    # Log: sums the ranks' parts of the global batch's loss: 4 bytes a rank, once in --log-every steps.
+    with job.peers.watch("metrics"):
+        job.peers.sum_tensor(loss_sum)
+        loss = loss_sum.item()
+    if not loss:
+        warn_if_none_counts(job)
+    job.log_step(loss, rate)
 
 
 def count_targets(job: Job, targets: Tensor) -> Tensor:
@@ -390,22 +409,12 @@ def evaluate(job: Job, technique: Technique) -> dict[str, float] | None:
     (technique.sync_buffers or (lambda: broadcast_buffers(technique.module, peers)))()
     technique.module.eval()
     totals = new_totals(task, job.device)
-    share = (technique.shard or own_shard(peers))(torch.arange(len(job.data.test)))
-    batches = [batch for batch in share.split(job.eval_batch_size) if len(batch)]
-    # Evaluation: if passes exchange weights, all ranks must run as many: a few bytes a rank to agree on that.
-    with peers.watch("evaluation"):
-        most = max(peers.gather_objects(len(batches)))
-    read = technique.read_batches(job.data.test, batches, job.position.epoch)
-    # A rank with fewer batches repeats a sample, whose output does not count: not all models take empty batches,
-    # or zeros, such as a length of 0.
-    first = [torch.zeros(1, dtype=torch.int64)] * (most - len(batches))
-    repeated = technique.read_batches(job.data.test.unreported(), first, job.position.epoch) if first else ()
     every = vote_interval(peers.world_size, step_s=0.0)
-    for number, (inputs, targets) in enumerate(itertools.chain(read, repeated)):
+    for number, (is_counted, (inputs, targets)) in enumerate(read_test_batches(job, technique)):
         # Vote: each rank sends 4 bytes, as in training: after a stop signal, an evaluation may take too long.
         finish_vote = None if number % every else peers.begin_vote(job.stop.vote)
         output = predict(job, technique, inputs)
-        if output is not None and number < len(batches):
+        if output is not None and is_counted:
             try:
                 add_batch(totals, task, output, targets)
             except Exception as error:
@@ -430,6 +439,24 @@ def evaluate(job: Job, technique: Technique) -> dict[str, float] | None:
         return run_on_all_ranks(
             lambda: averages(totals / technique.ranks_per_sample, task, len(job.data.test)), peers
         )
+
+
+def read_test_batches(job: Job, technique: Technique) -> Iterator[tuple[bool, Batch]]:
+    """Return this rank's batches of the test set, and whether each is counted; call it on all ranks.
+
+    All ranks get the same number of batches: a rank with fewer repeats a sample, which is not counted.
+    """
+    peers, test, epoch = job.peers, job.data.test, job.position.epoch
+    share = (technique.shard or own_shard(peers))(torch.arange(len(test)))
+    batches = [batch for batch in share.split(job.eval_batch_size) if len(batch)]
+    # Evaluation: if passes exchange weights, all ranks must run as many: a few bytes a rank to agree on that.
+    with peers.watch("evaluation"):
+        most = max(peers.gather_objects(len(batches)))
+    read = technique.read_batches(test, batches, epoch)
+    # A sample, as not all models take empty batches, or zeros, such as a length of 0.
+    first = [torch.zeros(1, dtype=torch.int64)] * (most - len(batches))
+    repeated = technique.read_batches(test.unreported(), first, epoch) if first else ()
+    return itertools.chain(zip(itertools.repeat(True), read), zip(itertools.repeat(False), repeated))
 
 
 def predict(job: Job, technique: Technique, inputs: Tensor) -> Tensor | None:
