@@ -73,8 +73,8 @@ class Technique:
     )
     """Yield the batches of this rank's shares: (split, shares, epoch)."""
     ranks_per_sample: int = 1
-    """Ranks that evaluate an equal part of each sample: their sums and counts add up to this many times the
-    samples'."""
+    """Ranks that evaluate equal parts of the same samples. Each counts a sample as one, with the mean of its part:
+    sums and counts over all ranks are divided by this number."""
     counts_skipped: bool = True
     """Whether to count the samples that this rank could not read; of ranks that read the same ones, one does."""
     gather_state: Callable[[], Content | None] | None = None

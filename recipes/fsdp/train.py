@@ -101,12 +101,12 @@ def build(args: FSDPOptions, data: Data, world: World) -> tuple[nn.Module, Shard
     count = world.world_size // args.replicas
     digests: list[Tensor] = []
 
-    def see(tensor: Tensor) -> None:
+    def add_digest(tensor: Tensor) -> None:
         if is_user_code(args.model):
             digests.append(torch.tensor(digest(tensor)))
 
     try:
-        model, shards = build_shards(lambda: make_model(contiguous, data), world.rank % count, count, see)
+        model, shards = build_shards(lambda: make_model(contiguous, data), world.rank % count, count, add_digest)
         if args.has_user_code:
             try:
                 check_fit(copy.deepcopy(model).to("meta"), args, data, world.device)

@@ -61,7 +61,7 @@ class RankPipeline:
         self.numbers, self.devices = range(world.stage, len(parts), world.stages), [world.device]
         self.modules = [PartModule(model, parts[i], args, world.device) for i in self.numbers]
         for module in self.modules[world.stage == 0 :]:  # not the first part
-            # What arrives is a leaf, which no layer may change in place; a copy is none.
+            # The tensor received is a leaf, which autograd forbids a layer to change in place: pass on a copy.
             module.register_forward_pre_hook(lambda _, inputs: (inputs[0].clone(),))
         self.ddp = [wrap(module, args, world) if world.replicas > 1 else module for module in self.modules]
         self.shapes = [data.input, *((part.output_shape, part.output_dtype) for part in parts)]

@@ -184,7 +184,7 @@ def train(args: PipelineOptions, world: World, stop: Stop) -> None:
     with world.watch("model", computes=True):
         # Perhaps only one stage's ranks refuse; rank 0 prints why.
         pipeline: Pipeline = run_on_all_ranks(lambda: build(model, parts, args, data, grid, scaled_loss), world)
-    # Pipeline: a stage's layers meet the groups of a replica's share spread over the step's microbatches.
+    # Pipeline: a replica's share of the batch reaches a stage in microbatches; a step's groups are in all of them.
     for module in pipeline.modules:
         group_batch_norm(module, args, args.global_batch_size // grid.replicas)
     # Pipeline: the optimizer holds all parameters, but steps only those with a gradient here: the stage's own.

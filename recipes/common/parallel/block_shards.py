@@ -103,7 +103,7 @@ def copy_views(module: nn.Module, inputs: Any, output: Any) -> Any:
 
 
 def finish_gathers(model: nn.Module, device: torch.device, has_exchanged: bool) -> None:
-    """On a GPU, wait for all gathers of FSDP's at the end of a pass that has exchanged no gradients.
+    """On a GPU, wait for FSDP's all-gathers at the end of a pass that has exchanged no gradients.
 
     Backward may gather a block too many, such as one of an evaluation before the pass. Torch 2.14 frees its memory
     while it is being written: torch.Stream.wait_event() ignores a torch.cuda.Event. The next pass would gather its
