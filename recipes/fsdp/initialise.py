@@ -136,16 +136,16 @@ def build_shards(
     build: Callable[[], nn.Module],
     index: int,
     count: int,
-    see_whole: Callable[[Tensor], Any] = lambda tensor: None,
+    record: Callable[[Tensor], Any] = lambda tensor: None,
 ) -> tuple[nn.Module, Shards]:
     """Return the model on the meta device, with real buffers, and this rank's rows of its parameters.
 
-    `see_whole` gets each whole tensor whose rows are kept. Raises UnknownInitError if the rows cannot be computed
+    `record` gets each whole tensor whose rows are kept. Raises UnknownInitError if the rows cannot be computed
     alone; build the model whole.
     """
 
     def keep(tensor: Tensor) -> Tensor:
-        see_whole(tensor)
+        record(tensor)
         return rows(tensor, index, count)
 
     with ShardedInit(keep) as mode:
