@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from recipes.common.arguments import url_of
 from recipes.common.errors import UserError
-from recipes.common.options import url_of
 from recipes.common.record.provenance import revision
 from scripts.launch import script
 from scripts.launch.command import (

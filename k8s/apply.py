@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from k8s.manifest import INSTANCE, KINDS, PLACEHOLDER, Request, pod_templates, render, to_text
+from recipes.common.arguments import positive_int, whole_number
 from recipes.common.errors import UserError
-from recipes.common.options import Options, positive_int, whole_number
+from recipes.common.options import Options
 from scripts.doctor import __main__ as doctor
 from scripts.launch.command import RECIPE_OPTIONS, CommandParser, check_names, check_recipe, command, count, parse
 from scripts.launch.recipe_options import read_option

@@ -21,8 +21,9 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 
+from recipes.common.arguments import plain_name, read_number
 from recipes.common.errors import UserError, nearest
-from recipes.common.options import Options, plain_name, read_number
+from recipes.common.options import Options
 from recipes.common.process.node import shell_status
 from scripts.bench.commbench.options import BACKENDS
 from scripts.bench.figures import PARTS

@@ -29,8 +29,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from recipes.common.arguments import non_negative_int, plain_name, positive_int
 from recipes.common.errors import UserError
-from recipes.common.options import Options, non_negative_int, plain_name, positive_int
+from recipes.common.options import Options
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.node import shell_status
 from scripts.launch import script

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from recipes.common.arguments import choice, one_of, option
 from recipes.common.errors import UserError
-from recipes.common.options import Options, choice, one_of, option
+from recipes.common.options import Options
 
 MEANING = {
     "O0": "fp32 throughout",

@@ -21,12 +21,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from recipes.apex.nvidia import ApexAmp, why_not_apex
 from recipes.apex.options import ApexOptions, summarise
+from recipes.common.arguments import is_user_code
 from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Check, Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.optim import build_optimizer, optimizer_step
-from recipes.common.options import HOOKED, is_user_code, parse
+from recipes.common.options import HOOKED, parse
 from recipes.common.parallel.buckets import check_complete, settle_buckets, wrap_in_ddp
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop

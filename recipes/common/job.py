@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from recipes.common.arguments import is_user_code
 from recipes.common.checkpoint.checkpoint import CheckpointWriter, Position, pack
 from recipes.common.data import EVAL_BATCH_SIZE, Data
 from recipes.common.data.splits import Split
@@ -20,7 +21,7 @@ from recipes.common.errors import UserError
 from recipes.common.metrics import Throughput, peak_memory_bytes
 from recipes.common.nonfinite import Guard
 from recipes.common.optim import optimizer_state
-from recipes.common.options import Options, is_user_code
+from recipes.common.options import Options
 from recipes.common.process.signals import Stop, vote_interval
 from recipes.common.record.record import Record
 from recipes.common.seeding import permutation

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from recipes.common.arguments import is_user_code
 from recipes.common.data import Batch, Data, Split, unread_folder
 from recipes.common.errors import UserError
 from recipes.common.job import Job
@@ -25,7 +26,7 @@ from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models.models import build_model
 from recipes.common.models.rank_dependence import buffer_digests, warnings_after_passes, warnings_before_training
 from recipes.common.optim import Clip, autocast, clip_gradients, learning_rate, optimizer_step, set_learning_rate
-from recipes.common.options import Options, check_batch, is_user_code
+from recipes.common.options import Options, check_batch
 from recipes.common.process.signals import FAIL, GO, STOP, Stop, vote_interval
 from recipes.common.record.record import Record, open_run
 from recipes.common.seeding import choose_kernels, seed_step

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recipes.common.arguments import is_user_code
 from recipes.common.nonfinite import total_norm
-from recipes.common.options import Options, is_user_code
+from recipes.common.options import Options
 from recipes.common.world.agreement import run_on_all_ranks
 from recipes.common.world.peers import Peers
 

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recipes.common.arguments import is_user_code
 from recipes.common.errors import UserError, nearest, unrepeatable
-from recipes.common.options import STANDARD_LIBRARY, Options, is_user_code
+from recipes.common.options import STANDARD_LIBRARY, Options
 from recipes.common.task import Task
 
 

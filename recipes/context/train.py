@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from recipes.common.arguments import is_user_code, option, positive_int, switch
 from recipes.common.data import Batch, Data, Split
 from recipes.common.errors import UserError
 from recipes.common.job import Job
@@ -27,17 +28,7 @@ from recipes.common.loop import Technique, begin_run, load_data_and_model, train
 from recipes.common.models.attention import sequences
 from recipes.common.models.models import GPT_NAMES, GPTS
 from recipes.common.optim import autocast, build_optimizer, build_scaler
-from recipes.common.options import (
-    TEXTS,
-    Options,
-    check_processes,
-    is_user_code,
-    nearest_multiples,
-    option,
-    parse,
-    positive_int,
-    switch,
-)
+from recipes.common.options import TEXTS, Options, check_processes, nearest_multiples, parse
 from recipes.common.parallel import sharding
 from recipes.common.parallel.block_shards import finish_gathers, kept_attributes, shard_blocks
 from recipes.common.parallel.buckets import default_bucket_mb, settle_buckets, wrap_in_ddp

@@ -16,21 +16,13 @@ from functools import partial
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from recipes.common.arguments import choice, is_user_code, option, positive_float, positive_int, switch
 from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.optim import autocast, build_optimizer, build_scaler
-from recipes.common.options import (
-    Options,
-    choice,
-    is_user_code,
-    option,
-    parse,
-    positive_float,
-    positive_int,
-    switch,
-)
+from recipes.common.options import Options, parse
 from recipes.common.parallel.buckets import check_complete, default_bucket_mb, settle_buckets, wrap_in_ddp
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
+from recipes.common.arguments import is_user_code, option, positive_int, switch
 from recipes.common.data import Data
 from recipes.common.data.splits import digest
 from recipes.common.errors import UserError
@@ -31,7 +32,7 @@ from recipes.common.models.blocks import checkpoint_blocks
 from recipes.common.models.models import build_model, make_model
 from recipes.common.models.user_model import check_fit
 from recipes.common.optim import build_optimizer, build_scaler
-from recipes.common.options import Options, check_processes, is_user_code, option, parse, positive_int, switch
+from recipes.common.options import Options, check_processes, parse
 from recipes.common.parallel.block_shards import finish_gathers, kept_attributes, shard_blocks
 from recipes.common.parallel.groups import flat_mesh, grid_mesh
 from recipes.common.parallel.same_use import SameUse

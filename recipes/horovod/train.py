@@ -19,11 +19,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from recipes.common.arguments import choice, is_user_code
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Check, Technique, begin_run, load_data_and_model, train_epochs, update
 from recipes.common.optim import autocast, build_optimizer, build_scaler
-from recipes.common.options import Options, choice, is_user_code, parse
+from recipes.common.options import Options, parse
 from recipes.common.parallel.buckets import check_frozen, find_unused, frozen
 from recipes.common.process.entry import run_main
 from recipes.common.process.ranks import Ranks

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from recipes.common.arguments import choice, one_of, option, positive_int
 from recipes.common.data import Batch, Spec, Split
 from recipes.common.errors import UserError
-from recipes.common.options import Options, check_divides, choice, nearest_multiples, one_of, option, positive_int
+from recipes.common.options import Options, check_divides, nearest_multiples
 from recipes.common.parallel.groups import grid_mesh
 from recipes.common.watch.timeouts import wait_timeout
 from recipes.common.world.peers import broadcast_bytes

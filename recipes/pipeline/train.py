@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from recipes.common.arguments import is_user_code
 from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.job import Job
@@ -26,7 +27,7 @@ from recipes.common.models.blocks import checkpoint_blocks
 from recipes.common.models.models import build_model
 from recipes.common.nonfinite import NonFiniteError
 from recipes.common.optim import autocast, build_optimizer, build_scaler, densify_gradients
-from recipes.common.options import is_user_code, parse
+from recipes.common.options import parse
 from recipes.common.parallel.groups import gather_values
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop

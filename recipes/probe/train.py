@@ -28,8 +28,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from recipes.common.arguments import choice, non_negative_int, one_of, option, positive_int, seconds
 from recipes.common.errors import UserError
-from recipes.common.options import choice, non_negative_int, one_of, option, parse, positive_int, seconds
+from recipes.common.options import parse
 from recipes.common.process.entry import run_main
 from recipes.common.process.node import read_master
 from recipes.common.process.parent import end_with_parent

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from recipes.common.arguments import one_of, option, switch
 from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.optim import autocast, build_optimizer, build_scaler
-from recipes.common.options import Options, one_of, option, parse, switch
+from recipes.common.options import Options, parse
 from recipes.common.parallel.buckets import find_unused
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop

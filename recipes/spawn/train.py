@@ -26,9 +26,10 @@ from typing import cast
 
 import torch.multiprocessing as mp
 
+from recipes.common.arguments import non_negative_int, option, positive_int
 from recipes.common.data.workers import start_tracker
 from recipes.common.errors import UserError
-from recipes.common.options import non_negative_int, option, parse, positive_int
+from recipes.common.options import parse
 from recipes.common.process.entry import LOST_RANK_STATUS, run_main
 from recipes.common.process.node import Failure, Node, check_head, read_master, status_of
 from recipes.common.process.parent import end_with_parent

@@ -24,12 +24,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
+from recipes.common.arguments import is_user_code, option, positive_int, switch
 from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Check, Content, Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.optim import autocast, build_optimizer, build_scaler
-from recipes.common.options import Options, check_processes, is_user_code, option, parse, positive_int, switch
+from recipes.common.options import Options, check_processes, parse
 from recipes.common.parallel import sharding
 from recipes.common.parallel.block_shards import finish_gathers, kept_attributes, shard_blocks
 from recipes.common.parallel.groups import grid_mesh

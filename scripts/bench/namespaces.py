@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from recipes.common.arguments import one_of
 from recipes.common.errors import UserError
-from recipes.common.options import one_of
 from scripts.bench.figures import Figure, table, unmeasured
 from scripts.lab import network
 from scripts.launch.command import ROOT, CommandParser, command, count, parse

@@ -8,8 +8,8 @@ from __future__ import annotations
 import keyword
 import re
 
+from recipes.common.arguments import Parser
 from recipes.common.errors import UserError, as_user_error
-from recipes.common.options import Parser
 from scripts.launch.command import ROOT, check_names, command, recipes
 
 SOURCES = ("ddp", "apex", "fsdp", "tensor", "context", "pipeline", "scratch")

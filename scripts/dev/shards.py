@@ -10,9 +10,9 @@ import shlex
 import sys
 from pathlib import Path
 
+from recipes.common.arguments import path_or_url, positive_int, url_of
 from recipes.common.data.shards import HALVES, pack
 from recipes.common.errors import UserError
-from recipes.common.options import path_or_url, positive_int, url_of
 from scripts.launch.command import CommandParser, command, parse
 
 

@@ -29,8 +29,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from recipes.common.arguments import one_of, positive_float, positive_int
 from recipes.common.errors import UserError
-from recipes.common.options import one_of, positive_float, positive_int
 from recipes.common.process.node import Node
 from recipes.common.process.rendezvous_errors import MissingNodeError
 from scripts.doctor import collectives_job, folder, network, node, rendezvous, report

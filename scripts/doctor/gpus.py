@@ -19,7 +19,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 
-from recipes.common.options import positive_float
+from recipes.common.arguments import positive_float
 from scripts.doctor import floors, kernel_log, node
 from scripts.doctor.case import Case, Findings
 from scripts.doctor.network import call_within

@@ -23,8 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from recipes.common.arguments import non_negative_int, positive_int
 from recipes.common.errors import UserError
-from recipes.common.options import non_negative_int, positive_int
 from scripts.drill.faults import FAULTS, why_not
 from scripts.drill.trial import CHECKPOINT_INTERVAL, JOB_TIMEOUT_S, Figures, Setting, Trial
 from scripts.lab import network

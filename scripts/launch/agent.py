@@ -24,8 +24,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+from recipes.common.arguments import read_number
 from recipes.common.errors import UserError
-from recipes.common.options import read_number
 from recipes.common.process.node import Node, read_master
 from recipes.common.process.parent import end_with_launcher
 from recipes.common.process.signals import STOP_SIGNALS

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes.common.arguments import Parser, whole_number
 from recipes.common.errors import UserError, adjust_output, as_user_error, nearest
-from recipes.common.options import Parser, whole_number
 
 ROOT = Path(__file__).resolve().parents[2]
 

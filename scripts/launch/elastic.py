@@ -48,8 +48,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
+from recipes.common.arguments import Parser, read_number, whole_number
 from recipes.common.errors import UserError
-from recipes.common.options import Parser, read_number, whole_number
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.node import Failure, Node, wait_for_head
 from recipes.common.process.open_files import allow_open_files

@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from recipes.common.arguments import read_number
 from recipes.common.errors import UserError
-from recipes.common.options import read_number
 from recipes.common.process.node import check_host
 from recipes.common.process.ranks import is_loopback
 from recipes.common.process.rendezvous_errors import MissingNodeError

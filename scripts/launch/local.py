@@ -30,8 +30,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from recipes.common.arguments import whole_number
 from recipes.common.errors import UserError
-from recipes.common.options import whole_number
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.node import how_ended, shell_status
 from recipes.common.process.parent import end_with_parent

@@ -33,8 +33,8 @@ import sys
 from argparse import REMAINDER, Namespace
 from typing import TYPE_CHECKING, NoReturn
 
+from recipes.common.arguments import Parser, positive_int
 from recipes.common.errors import UserError, nearest
-from recipes.common.options import Parser, positive_int
 from recipes.common.process.entry import USAGE_STATUS, wait_for_rank_0
 from recipes.common.process.parent import end_with_parent, exec_python
 from recipes.common.process.ranks import bind_address, is_loopback

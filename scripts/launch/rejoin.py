@@ -16,9 +16,9 @@ import sys
 import time
 from pathlib import Path
 
+from recipes.common.arguments import read_number
 from recipes.common.errors import UserError
 from recipes.common.folders import refresh_names
-from recipes.common.options import read_number
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.node import check_host, check_port, how_ended, read_master
 from recipes.common.process.parent import end_with_launcher

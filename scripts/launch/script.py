@@ -27,9 +27,9 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from recipes.common.arguments import read_number
 from recipes.common.errors import UserError, as_user_error, nearest
 from recipes.common.folders import check_file
-from recipes.common.options import read_number
 from recipes.common.process.open_files import STORE_CONNECTIONS, allow_open_files
 from recipes.common.process.parent import end_with_launcher, exec_python
 from recipes.common.process.signals import STOP_SIGNALS

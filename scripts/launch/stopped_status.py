@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from recipes.common.options import read_number
+from recipes.common.arguments import read_number
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
 from scripts.launch.command import command

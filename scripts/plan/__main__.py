@@ -25,10 +25,7 @@ from typing import Any
 
 import torch
 
-from recipes.common.errors import UserError, as_user_error, nearest
-from recipes.common.options import (
-    Options,
-    check_batch,
+from recipes.common.arguments import (
     is_user_code,
     non_negative_float,
     one_of,
@@ -36,6 +33,8 @@ from recipes.common.options import (
     positive_int,
     whole_number,
 )
+from recipes.common.errors import UserError, as_user_error, nearest
+from recipes.common.options import Options, check_batch
 from recipes.common.parallel.groups import PIECE_BYTES
 from recipes.common.world.places import place_of
 from scripts.launch.command import Column, CommandParser, check_recipe, check_writable, command, next_folder, table

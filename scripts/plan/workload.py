@@ -20,11 +20,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from recipes.common.arguments import is_user_code
 from recipes.common.data import Data, load_data
 from recipes.common.data.workers import LoadedSplit
 from recipes.common.models.models import make_model
 from recipes.common.optim import autocast, build_optimizer
-from recipes.common.options import TEXTS, Options, is_user_code
+from recipes.common.options import TEXTS, Options
 from recipes.common.seeding import choose_kernels
 from recipes.common.task import Classification
 from recipes.common.user_code import call_user_code

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
+from recipes.common.arguments import positive_float, positive_int
 from recipes.common.errors import UserError, nearest
-from recipes.common.options import positive_float, positive_int
 from scripts.launch.command import CommandParser, absolute, command, parse, temporary_folder
 from scripts.launch.script import check_python, read_workdir
 from scripts.same import checks, script_job

@@ -12,7 +12,7 @@ import subprocess
 import pytest
 
 from k8s import apply
-from recipes.common.options import Parser
+from recipes.common.arguments import Parser
 from scripts.bench import claims, compare
 from scripts.bench.commbench import __main__ as commbench
 from scripts.bench.commbench import rank as commbench_rank

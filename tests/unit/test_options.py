@@ -17,9 +17,10 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from recipes.common.arguments import Parser, option, positive_int
 from recipes.common.errors import UserError, nearest
 from recipes.common.optim import learning_rate
-from recipes.common.options import Parser, RunOptions, check_batch, option, parse, positive_int
+from recipes.common.options import RunOptions, check_batch, parse
 from recipes.common.process.entry import run_main
 from recipes.ddp import train as ddp
 from recipes.single import train as single

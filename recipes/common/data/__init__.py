@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recipes.common.arguments import is_user_code, url_of
 from recipes.common.data.splits import EVAL_BATCH_SIZE, Batch, Data, RawSplits, Spec, Split, TensorSplit
 from recipes.common.errors import UserError
-from recipes.common.options import Options, is_user_code, url_of
+from recipes.common.options import Options
 from recipes.common.task import Classification, Task
 
 __all__ = ["EVAL_BATCH_SIZE", "Batch", "Data", "Spec", "Split", "TensorSplit", "load_data"]

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from isal import isal_zlib
 
+from recipes.common.arguments import url_of
 from recipes.common.data.cache import Cache, open_cache
 from recipes.common.data.file_pool import FilePool
 from recipes.common.data.imagefolder import Images, data_of, find_images
@@ -38,7 +39,7 @@ from recipes.common.data.stores import PART_BYTES, Store, begin, open_store, pri
 from recipes.common.data.workers import Keys, Sample
 from recipes.common.errors import UserError, as_user_error
 from recipes.common.folders import check_file
-from recipes.common.options import Options, url_of
+from recipes.common.options import Options
 from recipes.common.seeding import permutation
 
 INDEX = "index.npz"

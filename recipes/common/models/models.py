@@ -8,9 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from recipes.common.arguments import is_user_code
 from recipes.common.data import Data
 from recipes.common.errors import UserError
-from recipes.common.options import Options, is_user_code
+from recipes.common.options import Options
 from recipes.common.seeding import seed_all
 
 CPU = torch.device("cpu")

@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from recipes.common.arguments import is_user_code
 from recipes.common.data.splits import digest
 from recipes.common.job import Job
-from recipes.common.options import HOOKED, is_user_code
+from recipes.common.options import HOOKED
 from recipes.common.seeding import seed_step
 from recipes.common.world.agreement import run_on_all_ranks
 from recipes.common.world.peers import Peers, own_part

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_map_only
 
+from recipes.common.arguments import is_user_code
 from recipes.common.errors import UserError
 from recipes.common.models.blocks import blocks
 from recipes.common.optim import AMP_DTYPES
-from recipes.common.options import HOOKED, Options, is_user_code
+from recipes.common.options import HOOKED, Options
 from recipes.common.parallel.buckets import check_frozen, frozen
 
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from recipes.common.arguments import is_user_code
 from recipes.common.data import Data
 from recipes.common.errors import UserError
-from recipes.common.options import Options, is_user_code
+from recipes.common.options import Options
 from recipes.common.world.peers import Peers
 
 KEYWORDS = inspect.signature(DistributedDataParallel).parameters

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from recipes.common.arguments import is_user_code
 from recipes.common.errors import UserError
-from recipes.common.options import Options, is_user_code
+from recipes.common.options import Options
 from recipes.common.parallel.buckets import (
     FIX_MISSING,
     check_complete,

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from recipes.common.arguments import read_number
 from recipes.common.errors import UserError
-from recipes.common.options import read_number
 from recipes.common.process.entry import LOST_RANK_STATUS, USAGE_STATUS
 from recipes.common.process.ranks import bind_address, connect_within, is_loopback
 from recipes.common.process.rendezvous_errors import (

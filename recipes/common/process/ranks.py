@@ -11,8 +11,8 @@ import threading
 import time
 from dataclasses import dataclass
 
+from recipes.common.arguments import read_number
 from recipes.common.errors import UserError
-from recipes.common.options import read_number
 
 HAVE_MET = threading.Event()
 """Set once all ranks have met: from then on all ranks share an error, and rank 0 prints it."""

@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from recipes.common.arguments import is_user_code
 from recipes.common.data import Data, find_for_all_ranks, load_data
 from recipes.common.data.splits import digest
 from recipes.common.errors import UserError
 from recipes.common.nonfinite import NonFiniteError
-from recipes.common.options import Options, is_user_code
+from recipes.common.options import Options
 from recipes.common.world.peers import Peers
 
 T = TypeVar("T")

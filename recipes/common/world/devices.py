@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from recipes.common.arguments import read_number
 from recipes.common.errors import UserError
-from recipes.common.options import read_number
 from recipes.common.process.ranks import HAVE_MET, Ranks
 
 Exchange = Callable[[str, str], Mapping[str, str]]

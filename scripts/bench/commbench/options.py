@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 
+from recipes.common.arguments import Parser, positive_float
 from recipes.common.errors import UserError
-from recipes.common.options import Parser, positive_float
 from scripts.launch.command import check_names
 
 BACKENDS = ("gloo", "nccl", "mpi", "horovod")

@@ -21,8 +21,8 @@ from statistics import median
 
 import torch
 
+from recipes.common.arguments import one_of
 from recipes.common.errors import UserError
-from recipes.common.options import one_of
 from recipes.common.process.entry import run_main
 from recipes.common.process.ranks import HAVE_MET
 from recipes.common.watch.timeouts import time_limit

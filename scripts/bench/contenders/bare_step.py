@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from recipes.common.arguments import Parser
 from recipes.common.data import load_data
 from recipes.common.models.models import build_model
 from recipes.common.optim import autocast, optimizer_class
-from recipes.common.options import Parser
 from recipes.common.process.memory import keep_freed_memory
 from recipes.ddp.train import options
 from scripts.launch.agent import read_node

@@ -18,13 +18,14 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
+from recipes.common.arguments import Parser
 from recipes.common.checkpoint.checkpoint import CheckpointFolder, CheckpointWriter, Position, pack
 from recipes.common.checkpoint.reading import read_checkpoint
 from recipes.common.data import load_data
 from recipes.common.data.splits import Data
 from recipes.common.models.models import build_model
 from recipes.common.optim import build_optimizer
-from recipes.common.options import Options, Parser
+from recipes.common.options import Options
 from recipes.common.world.peers import Peers
 from recipes.single.train import options
 from scripts.launch.command import parse
