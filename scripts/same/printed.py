@@ -84,9 +84,9 @@ class Series:
 def read_series(text: str, pattern: str = "") -> dict[str, Series]:
     """Return the metrics in a text by name; raises UserError if the pattern matches anything but numbers."""
     found: dict[str, Series] = {}
-    header = ""  # such as "Test metrics:", above indented lines
+    header = ""  # such as "Test metrics:", or "validation": { in JSON of several lines, above indented lines
     for line in re.split(r"[\r\n]+", text):
-        header = line if line.endswith(":") else header * line[:1].isspace()
+        header = line if line.endswith((":", "{")) else header * line[:1].isspace()
         for name, value in read_line(BAR.sub("", line), pattern, header):
             try:
                 found.setdefault(name, Series(name)).add(value)
