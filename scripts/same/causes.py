@@ -52,7 +52,8 @@ CAUSES = {
     ),
     "not-sharded": Cause(
         "ranks draw the same samples",
-        "pass DataLoader a DistributedSampler, its seed equal on all ranks, in place of shuffle=True",
+        "pass DataLoader a DistributedSampler, its seed equal on all ranks, in place of shuffle=True; shuffle a "
+        "stream alike on all ranks, and give each its part, as by split_dataset_by_node() of datasets",
         f"{SAMPLER}: “load a subset of the original dataset that is exclusive to it”",
     ),
     "batch-not-divided": Cause(
@@ -182,8 +183,8 @@ CAUSES = {
         "divide the samples of an epoch over the ranks; count steps, not batches of one rank",
     ),
     "printed-loss-scaled": Cause(
-        "the printed loss is scaled by the number of processes; the gradients are right",
-        "all_reduce the loss, and divide by the number of processes once",
+        "the printed value is scaled by the number of processes; the gradients are right",
+        "sum it by all_reduce, and divide once: a mean by the number of processes, a sum by that of all samples",
         "torch.distributed.all_reduce: “Reduces the tensor data across all machines”",
     ),
     "unknown": Cause(

@@ -421,11 +421,13 @@ def is_mean_of_shares(run: Run, i: int, shares: Sequence[Run], rounding: Roundin
 def explain_shares(records: Sequence[Step]) -> tuple[str, str]:
     """Return why the ranks' losses of a step do not average to that of one process, and how that shows, or ""."""
     counts = [len(record["rows"]) for record in records]
-    if len(set(counts)) > 1:
+    averaged = [*zip(*(record["averaged"] for record in records), strict=False)]  # for each of a step's losses
+    # The rows of a batch of graphs are nodes: ranks may have unequally many for equally many targets.
+    if len(set(counts)) > 1 and not (averaged and all(min(numbers) == max(numbers) for numbers in averaged)):
         return "mean-of-means", f"the ranks have {', '.join(map(str, counts))} samples"
     if 1 < (size := records[0]["contrasted"]) <= counts[0]:
         return "contrastive", f"a rank's {size} samples are each other's classes"
-    for numbers in zip(*(record["averaged"] for record in records), strict=False):  # of each of a step's losses
+    for numbers in averaged:
         if min(numbers) != max(numbers):
             return "mean-of-means", f"the losses are over {min(numbers):g} to {max(numbers):g} targets"
     if any(record["gathered"] for record in records):
@@ -462,7 +464,14 @@ def explain_printed(run: Run, first: Run, other: Series, series: Series) -> str:
     if not all(map(math.isfinite, ratios)):
         return "unknown"
     if series.is_evaluation:
-        return explain_evaluation(run, first)
+        cause = explain_evaluation(run, first)
+        # One rank's sum over the number of all samples, or a sum of means: by a rough factor, since shares differ.
+        factors = (run.world_size, 1 / run.world_size)
+        is_scaled = ratios and any(all(abs(ratio / c - 1) < 0.25 for ratio in ratios) for c in factors)
+        if is_scaled and cause != "one-rank-evaluation":
+            return "printed-loss-scaled"
+        numbers = {n for one in (run, first) for line in one.of("evaluation")[0] for n in line["targets"]}
+        return "mean-of-means" if cause == "unknown" and "loss" in series.name and len(numbers) > 1 else cause
     for c in (run.world_size, 1 / run.world_size):
         if len(ratios) > 1 and all(math.isclose(ratio, c, rel_tol=0.01) for ratio in ratios):
             return "printed-loss-scaled"
@@ -481,7 +490,8 @@ def explain_evaluation(run: Run, first: Run) -> str:
     if not largest[0]["collectives"]:
         return "one-rank-evaluation"
     same_place = zip(first.of("evaluation")[0], *run.of("evaluation"), strict=False)
-    if (all(largest) and is_padded(whole, *largest)) or any(is_padded(*lines) for lines in same_place):
+    is_repeated = (all(largest) and is_padded(whole, *largest)) or any(is_padded(*lines) for lines in same_place)
+    if is_repeated and not largest[0]["is_trimmed"]:
         return "padded-evaluation"
     return "mean-of-means" if len({len(line["rows"]) for line in largest if line}) > 1 else "unknown"
 

@@ -173,10 +173,15 @@ def step_checksums() -> dict[str, int]:
     return checksums({**random_states(), "cuda": [state.numpy() for state in on_gpus]})
 
 
+def is_called_by(*names: str) -> bool:
+    """Return whether a function with one of these names is under way."""
+    return any(frame.f_code.co_name in names for frame, _ in traceback.walk_stack(None))
+
+
 def makes_state() -> bool:
     """Return whether the optimizer's step under way only makes its state, for one to be loaded into it."""
-    names = ("_init_optim_state", "broadcast_optimizer_state")  # torch.distributed.checkpoint's, Horovod's
-    return any(frame.f_code.co_name in names for frame, _ in traceback.walk_stack(None))
+    # torch.distributed.checkpoint's, Horovod's
+    return is_called_by("_init_optim_state", "broadcast_optimizer_state")
 
 
 class Observer:
@@ -213,6 +218,8 @@ class Observer:
         self.evaluation_model: nn.Module | None = None
         self.evaluated: dict[int, list[str]] = {}  # by loader iteration: several sets may be evaluated in turn
         self.collectives = 0
+        self.is_trimmed = False  # whether accelerate has dropped the samples that pad the last batch
+        self.targets: list[int] = []  # over how many each loss is
         self.before_batch: tuple[dict[int, int], int] = {}, 0  # samples and collectives before the last batch
 
     def write(self, event: str, **fields: Any) -> None:
@@ -356,7 +363,7 @@ class Observer:
             self.evaluation_model = self.evaluation_model or module
             if module is self.evaluation_model:
                 self.evaluated.setdefault(self.iteration, []).extend(rows)
-                self.collectives = 0
+                self.collectives, self.is_trimmed = 0, False
             return
         if self.model is None:
             self.drop_teacher(module)
@@ -385,7 +392,13 @@ class Observer:
         """Write the evaluations that have just ended, with the number of collectives after the last one."""
         collectives = self.collectives + ("horovod.torch" in sys.modules)
         for rows in self.evaluated.values():
-            self.write("evaluation", rows=rows, collectives=collectives)
+            self.write(
+                "evaluation",
+                rows=rows,
+                collectives=collectives,
+                targets=sorted({*self.targets}),
+                is_trimmed=self.is_trimmed,
+            )
         self.start_evaluation()
 
     def wrap(self, original: Function, *args: Any, **kwargs: Any) -> None:
@@ -396,9 +409,15 @@ class Observer:
     def count_collective(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         """Count a collective and run it; note a gather of samples' outputs, whose result carries no gradient."""
         self.collectives += 1
+        self.is_trimmed = self.is_trimmed or is_called_by("gather_for_metrics")
         given = [*args, *kwargs.values()] if original.__name__ in GATHERS and torch.is_grad_enabled() else []
         if any(isinstance(value, Tensor) and value.requires_grad and value.numel() > 1 for value in given):
             self.record["gathered"] = True
+        return original(*args, **kwargs)
+
+    def count_barrier(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        """Run a barrier; count it as a collective where MMEngine's ranks exchange results by files."""
+        self.collectives += is_called_by("collect_results_cpu")
         return original(*args, **kwargs)
 
     def average(self, original: Function, input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -408,8 +427,8 @@ class Observer:
         """
         loss = cast(Tensor, original(input, target, *args, **kwargs))
         # Targets in floating point are chances of each class, which all count.
-        is_noted = loss.requires_grad and not target.is_floating_point()
-        if not is_noted or torch.compiler.is_compiling() or has_no_values(target):
+        is_noted = loss.requires_grad or self.evaluation_model is not None
+        if not is_noted or target.is_floating_point() or torch.compiler.is_compiling() or has_no_values(target):
             return loss
         names = ("weight", "size_average", "ignore_index", "reduce", "reduction")
         given = dict(zip(names, args, strict=False)) | kwargs
@@ -418,6 +437,9 @@ class Observer:
             reduction = legacy_get_string(*legacy, emit_warning=False)
         classes, weight = target[target != given.get("ignore_index", -100)], given.get("weight")
         weights = None if weight is None or reduction != "mean" else weight[classes]
+        if not loss.requires_grad:
+            self.targets.append(len(classes))
+            return loss
         self.record["averaged"].append(len(classes) if weights is None else weights.sum().item())
         size = target.numel()
         if reduction == "mean" and input.shape == (size, size) and target.tolist() == [*range(size)]:
@@ -548,6 +570,7 @@ def install(observer: Observer) -> None:
         for name in COLLECTIVES:
             if hasattr(owner, name):
                 patch(owner, name, observer.count_collective)
+        patch(owner, "barrier", observer.count_barrier)
     for name in ("cross_entropy", "nll_loss"):
         patch(functional, name, observer.average)
     for name in DROPOUTS:

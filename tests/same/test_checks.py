@@ -181,6 +181,11 @@ def test_batches_without_values_are_left_out(tmp_path):
         ),
         ("- Test metrics:\n \tAccuracy: 0.5\n\tLoss: 1.5", {"test_accuracy": [0.5], "test_loss": [1.5]}),
         ("Test metrics:\nINFO: loss 1.5", {"loss": [1.5]}),
+        # timm's results
+        (
+            '{\n  "train": {\n    "loss": 2.5\n  },\n  "validation": {\n    "loss": 1.5\n  }\n}',
+            {"loss": [2.5], "test_loss": [1.5]},
+        ),
     ],
 )
 def test_losses_are_read_under_their_usual_names(line, series):
@@ -566,6 +571,17 @@ def test_two_losses_of_a_step_may_be_means_over_different_numbers(averaged, caus
     assert causes(run, record(1, GRADIENTS)) == [(cause, "step 1, gradient")]
 
 
+@pytest.mark.parametrize(("averaged", "cause"), [([[6], [6]], "unknown"), ([[], []], "mean-of-means")])
+def test_unequal_numbers_of_nodes_with_equal_numbers_of_graphs_make_no_mean_of_means(averaged, cause):
+    """PyTorch Geometric's batch of graphs has a row for each node."""
+    run = record(2, disturb(0.1))
+    for records in run.steps:
+        records[0]["rows"].append(records[1]["rows"].pop())
+        for one, numbers in zip(records, averaged, strict=True):
+            one["averaged"] = numbers
+    assert causes(run, record(1, GRADIENTS)) == [(cause, "step 1, gradient")]
+
+
 def test_a_loss_that_is_no_mean_over_samples_is_known_by_the_gradients_of_the_ranks_shares():
     first, run = record(1, GRADIENTS), record(2, disturb(0.1), synced_forwards=1)
     [found] = findings(run, first)
@@ -621,10 +637,11 @@ def test_what_is_printed_is_compared_to_its_own_last_digit_and_rounding(one, con
     assert [cause for cause, _ in seen] == found
 
 
-def with_evaluations(run, *ranks, collectives=1):
+def with_evaluations(run, *ranks, collectives=1, targets=(), is_trimmed=False):
     """Return a run whose ranks have evaluated these samples, by rank and evaluation."""
+    others = {"collectives": collectives, "targets": [*targets], "is_trimmed": is_trimmed}
     for lines, evaluations in zip(run.events, ranks, strict=True):
-        lines += [{"event": "evaluation", "rows": rows, "collectives": collectives} for rows in evaluations]
+        lines += [{"event": "evaluation", "rows": rows, **others} for rows in evaluations]
     return run
 
 
@@ -643,6 +660,38 @@ def with_evaluations(run, *ranks, collectives=1):
 def test_why_an_evaluation_differs(ranks, collectives, cause):
     first = with_evaluations(printed("test_loss 1.25"), ["01", "01234"])
     run = with_evaluations(printed("test_loss 1.75", 2), *ranks, collectives=collectives)
+    assert [found for found, _ in causes(run, first)] == [cause]
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "is_trimmed", "cause"),
+    [
+        ("test_loss", [3, 4], True, "mean-of-means"),  # HF Trainer's evaluation of unequally long texts
+        ("test_accuracy", [3, 4], True, "unknown"),
+        ("test_loss", [4], True, "unknown"),
+        ("test_loss", [3, 4], False, "padded-evaluation"),
+    ],
+)
+def test_samples_that_accelerate_drops_again_do_not_pad_an_evaluation(name, targets, is_trimmed, cause):
+    how = {"targets": targets, "is_trimmed": is_trimmed}
+    first = with_evaluations(printed(f"{name} 1.25"), ["01234"], **how)
+    run = with_evaluations(printed(f"{name} 1.75", 2), ["012"], ["342"], **how)
+    assert [found for found, _ in causes(run, first)] == [cause]
+
+
+@pytest.mark.parametrize(
+    ("value", "collectives", "cause"),
+    [
+        (2.4, 1, "printed-loss-scaled"),
+        (0.65, 1, "printed-loss-scaled"),
+        (0.65, 0, "one-rank-evaluation"),
+        (1.75, 1, "padded-evaluation"),
+    ],
+)
+def test_an_evaluation_that_is_scaled_by_the_world_size_is_not_called_padded(value, collectives, cause):
+    """Some of the samples count twice, too, which changes the value by far less."""
+    first = with_evaluations(printed("test_loss 1.25"), ["01234"])
+    run = with_evaluations(printed(f"test_loss {value}", 2), ["012"], ["342"], collectives=collectives)
     assert [found for found, _ in causes(run, first)] == [cause]
 
 
@@ -667,6 +716,32 @@ def test_evaluations_of_several_data_sets_in_turn_are_recorded_each(tmp_path, mo
         [row for batch in own for row in observe.fingerprints(batch)] for own in (batches[::2], batches[1:2])
     ]
     assert [line["collectives"] for line in lines] == [1, 1]
+
+
+def test_how_ranks_join_their_evaluations_is_recorded(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "horovod.torch", raising=False)  # it counts as a collective
+    observer, model = observe.Observer(tmp_path, 0), torch.nn.Linear(1, 4).eval()
+
+    def gather_for_metrics():
+        observer.count_collective(len, [])
+
+    def collect_results_cpu():
+        observer.count_barrier(len, [])
+
+    def barrier():
+        observer.count_barrier(len, [])
+
+    for join in (gather_for_metrics, collect_results_cpu, barrier):
+        with torch.no_grad():
+            for labels in (torch.tensor([1, 2]), torch.tensor([1, -100])):
+                batch = torch.ones(2, 1)
+                observer.see_batch(model, ((batch,), {}))
+                observer.average(torch.nn.functional.cross_entropy, model(batch), labels)
+        join()
+        observer.end_evaluation()
+    [lines] = load(tmp_path, 1, [0]).of("evaluation")
+    assert [(line["collectives"], line["is_trimmed"]) for line in lines] == [(1, True), (1, False), (0, False)]
+    assert [line["targets"] for line in lines] == [[1, 2]] * 3
 
 
 @pytest.mark.parametrize("is_before", [True, False])
