@@ -271,9 +271,11 @@ def other_samples(run: Run, reference: Run) -> int | None:
 
 def needs_replay(run: Run, first: Run) -> bool:
     """Return whether one process has to, and can, be run again with the batches of this run."""
-    if run.failure() or not is_replicated(run, first) or not run.batches(0):
+    if run.failure() or not run.batches(0) or not run.steps or not first.steps:
         return False
-    return has_one_data_set(run, first) and other_samples(run, first) is not None
+    # With tensor parallelism and pipelines, several ranks draw the same samples.
+    is_divided = is_replicated(run, first) or not other_batch(run, first)
+    return is_divided and has_one_data_set(run, first) and other_samples(run, first) is not None
 
 
 def has_one_data_set(run: Run, first: Run) -> bool:
@@ -525,9 +527,7 @@ def compare_runs(
     if any(counts) and not all(counts):
         return [by_rank]
     if not is_replicated(run, first):
-        found = [*filter(None, [check_order(run, first), check_rates(run, first)])]
-        printed = [] if found else check_printed(run, first, rounding, is_proven=False)
-        return [Finding("not-replicated", "weights"), *found, *printed]
+        return [Finding("not-replicated", "weights"), *compare_parts(run, first, replay, rounding)]
     apart = list(check_ranks(run))
     overlap = check_overlap(run, first)
     findings = [*apart, *filter(None, [overlap, check_order(run, first), check_seeds(run, rounding.harmless)])]
@@ -557,6 +557,15 @@ def compare_runs(
         what = f"step {chaotic + 1}, gradient: differs by {rounding.gradient[chaotic]:.0e} in the control run"
         findings.append(Finding("chaotic", what))
     return [*findings, *check_printed(run, reference, rounding, is_proven=True)]
+
+
+def compare_parts(run: Run, first: Run, replay: Run | None, rounding: Rounding) -> list[Finding]:
+    """Return the differences between ranks that hold parts of a model, as in FSDP, and one process."""
+    if found := [*filter(None, [check_order(run, first), check_rates(run, first)])]:
+        return found
+    if replay and other_samples(run, replay) is None:
+        return [name_samples(run, first), *check_printed(run, replay, rounding, is_proven=False)]
+    return [*check_printed(run, first, rounding, is_proven=False)]
 
 
 # A resumed run

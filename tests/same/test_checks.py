@@ -990,6 +990,28 @@ def test_rates_and_orders_are_compared_where_ranks_hold_parts_of_the_model():
     assert causes(repeated, record(1, GRADIENTS))[1:] == [("no-set-epoch", "epoch 2, order")]
 
 
+def test_ranks_that_hold_parts_of_the_model_print_what_one_process_does_with_their_batches():
+    """As with FSDP and Lightning's samplers, which draw another order at one process."""
+
+    def shares(rows, rank):
+        return [f"a{rank}"]
+
+    first = with_batches(printed("loss 1.25"), [[0, 1], [2, 3]])
+    run = with_batches(record(2, GRADIENTS, shapes=2), [[4], [5]], [[6], [7]])
+    assert not checks.needs_replay(run, first)  # more rows than at one process: as of ranks that draw the same
+    run = with_rows(run, shares)
+    assert checks.needs_replay(run, first)
+    run.series = read_series("loss 1.5")
+    for loss, rows, found in (
+        (1.5, ["a0", "a1"], ["other-order"]),
+        (1.75, ["a0", "a1"], ["other-order", "unknown"]),
+        (1.5, ["a0", "a2"], ["unknown"]),
+    ):
+        replay = with_rows(printed(f"loss {loss}"), lambda _, rank, rows=rows: rows)
+        compared = compare_runs(run, first, replay, Rounding(first, first))
+        assert [one.cause for one in compared] == ["not-replicated", *found]
+
+
 def test_gradients_that_are_not_compared_are_not_said_to_differ(tmp_path):
     (tmp_path / "train.py").touch()
     session = Session(parse_args([str(tmp_path / "train.py")]), tmp_path, largest=1.0, measured=1e-7)
