@@ -30,7 +30,7 @@ class UserError(ValueError):
 
 @contextlib.contextmanager
 def as_user_error(verb: str, path: object) -> Iterator[None]:
-    """Turn an OSError into a UserError that names the path and the reason; for a lack of rights, also the fix."""
+    """Turn an OSError into a UserError that names the path, the reason and, if the reason shows it, the fix."""
     try:
         yield
     except OSError as error:
@@ -38,7 +38,21 @@ def as_user_error(verb: str, path: object) -> Iterator[None]:
         if error.errno in (errno.EACCES, errno.EPERM):
             user = f"user {os.getuid()} (Kubernetes: by an access point, k8s/README.md)"
             hint = f"; give it to {user}, or name another one"
+        elif error.errno == errno.EROFS:
+            hint = "; make it writable, or name another one"
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+            hint = "; free some space"
         raise UserError(f"cannot {verb} {error.filename or path}: {error.strerror or error}{hint}") from None
+
+
+def lack_of_processes(error: BaseException) -> str:
+    """Return what is wrong and the fix if the system refuses a new thread or process; "" for another error."""
+    # Python's messages, and the one of C++ as torch raises it.
+    refusals = ("can't start new thread", "Resource temporarily unavailable")
+    if not isinstance(error, BlockingIOError) and str(error) not in refusals:
+        return ""
+    fix = "raise their limit (ulimit -u, or pids.max of the cgroup), or use fewer processes and --workers"
+    return f"cannot start another thread or process; {fix}"
 
 
 NOT_REPEATABLE = " does not have a deterministic implementation"

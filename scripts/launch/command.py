@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.common.arguments import Parser, whole_number
-from recipes.common.errors import UserError, adjust_output, as_user_error, nearest
+from recipes.common.errors import UserError, adjust_output, as_user_error, lack_of_processes, nearest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -105,8 +105,11 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[..., int]:
         except BrokenPipeError:  # the reader of the output has closed it, as in `make list | head -1`
             discard_output()
             return 128 + signal.SIGPIPE
-        except OSError as error:
-            if error.errno not in DISK_FULL_ERRORS or error.filename:
+        except (OSError, RuntimeError) as error:
+            if text := lack_of_processes(error):
+                print(f"error: {text}", file=sys.stderr, flush=True)
+                return 1
+            if not isinstance(error, OSError) or error.errno not in DISK_FULL_ERRORS or error.filename:
                 raise
             print(f"error: cannot write: {error.strerror}; free some space", file=sys.stderr)
             discard_output()

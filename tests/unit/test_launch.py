@@ -23,6 +23,7 @@ from recipes.common.process import node
 from recipes.common.process.node import Failure, Node, check_head, how_ended, wait_for_head
 from recipes.common.process.rendezvous_errors import MissingNodeError, PortTakenError
 from scripts.launch import agent, echo, local, processes, rank_processes, script
+from scripts.launch.command import command
 from tests import support
 from tests.conftest import need_horovod, refused
 from tests.support import ROOT, has_ended, run_command, wait_until, write_program
@@ -312,7 +313,49 @@ def test_a_lack_of_memory_is_named_where_the_cgroup_has_counted_it(monkeypatch):
     ended = {0: Failure(1, 5), 1: Failure(-signal.SIGKILL, 6)}
     hint = "meanwhile memory ran out in its cgroup (oom_kill 2)"
     assert node.cause_of(ended).endswith(f" was killed by SIGKILL; {hint}")
+    assert node.how_ended(-signal.SIGKILL) == f"was killed by SIGKILL; {hint}", (
+        "also of a node that local.py started"
+    )
     assert node.cause_of({0: Failure(-signal.SIGABRT, 5)}).endswith(" was killed by SIGABRT")
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "file"),
+    [
+        ("0::/job/step\n", "job/step/memory.events"),
+        ("0::/of/the/host\n", "memory.events"),  # in a container that sees its own cgroup alone
+        ("9:name=systemd:/\n4:memory:/slurm/job\n0::/\n", "memory/slurm/job/memory.oom_control"),  # version 1
+        ("4:memory:/docker/1\n", "memory/memory.oom_control"),
+        ("4:cpu:/\n", "memory.events"),
+    ],
+)
+def test_both_versions_of_cgroups_count_the_kills(tmp_path, cgroup, file):
+    (tmp_path / "cgroup").write_text(cgroup)
+    path = tmp_path / "root" / file
+    path.parent.mkdir(parents=True)
+    path.write_text("low 0\noom_kill 3\n")
+    assert node.count_oom_kills(tmp_path / "cgroup", tmp_path / "root") == (0 if "cpu" in cgroup else 3)
+    assert node.count_oom_kills(tmp_path / "none") == 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("can't start new thread"),
+        RuntimeError("Resource temporarily unavailable"),
+        BlockingIOError(11, ""),
+    ],
+)
+def test_a_limit_on_processes_is_one_line(capsys, error):
+    what = "cannot start another thread or process; raise their limit (ulimit -u, or pids.max of the cgroup), or "
+    assert command(Mock(side_effect=error))([]) == 1
+    assert capsys.readouterr().err == f"error: {what}use fewer processes and --workers\n"
+    with pytest.raises(RuntimeError, match=r"^another$"):
+        command(Mock(side_effect=RuntimeError("another")))([])
+    code = "from recipes.common.process.entry import run_main; from unittest.mock import Mock; "
+    result = run_command(sys.executable, "-c", code + f"run_main(Mock(side_effect={error!r}))", RANK="3")
+    line = f"error: rank 3 on {socket.gethostname()} {what}use fewer processes and --workers\n"
+    assert (result.status, result.stderr) == (1, line)
 
 
 def test_an_agent_whose_store_has_gone_says_nothing_of_it():

@@ -68,7 +68,8 @@ def test_a_checkout_that_cannot_be_written_is_one_line(house, monkeypatch, capsy
     read_only = OSError(errno.EROFS, os.strerror(errno.EROFS), "recipes/mine")
     monkeypatch.setattr(Path, "mkdir", Mock(side_effect=read_only))
     assert new.main(["--name", "mine"]) == 2
-    assert capsys.readouterr().err == "error: cannot write recipes/mine: Read-only file system\n"
+    what = "cannot write recipes/mine: Read-only file system; make it writable, or name another one"
+    assert capsys.readouterr().err == f"error: {what}\n"
 
 
 def import_copy(folder):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from recipes.common.errors import UserError, adjust_output, unrepeatable
+from recipes.common.errors import UserError, adjust_output, lack_of_processes, unrepeatable
 from recipes.common.process.memory import keep_freed_memory
 from recipes.common.process.ranks import HAVE_MET
 from recipes.common.process.signals import STOP_SIGNALS, handle_stop_signals
@@ -75,9 +75,9 @@ def run_main(main: Callable[[], object]) -> int:
     other node prints it, too, unless its launcher ends it first. Of ranks that have the same error without sharing
     it, one prints it.
 
-    A lost connection to another rank and a lack of memory are also reported in one line, with status 1: the
-    lost rank reports its own error, and all ranks mostly run out of memory in the same step. If a rank does not
-    answer within --timeout-s, the report names it and where the others wait for it: see watch.py.
+    A lost connection to another rank and a lack of memory, threads or processes are also reported in one line,
+    with status 1: the lost rank reports its own error, and all ranks mostly run out of memory in the same step. If
+    a rank does not answer within --timeout-s, the report names it and where the others wait for it: see watch.py.
     """
     gc.freeze()  # torch's 300,000 objects, which are never garbage: saves a rank 1 s of CPU time
     adjust_output()
@@ -86,7 +86,7 @@ def run_main(main: Callable[[], object]) -> int:
         main()
     except UserError as error:
         return _refuse(error)
-    except RuntimeError as error:
+    except (RuntimeError, BlockingIOError) as error:
         if text := unrepeatable(_said(error)):
             return _refuse(UserError(text, on_one_rank=True))
         # The first is torch's class for GPUs; this file does not import torch.
@@ -130,16 +130,18 @@ def _end_now(status: int, grace_s: float) -> NoReturn:
     os._exit(status)
 
 
-def _explain(error: RuntimeError, is_full: bool) -> str | None:
-    """Print one line about a lack of memory or a failed collective, and return it; None for another error.
+def _explain(error: Exception, is_full: bool) -> str | None:
+    """Print one line about a lack of memory or processes, or a failed collective, and return it; else None.
 
     If a rank does not answer, report the hang instead, and end this process.
     """
     said = _said(error)
     reason = _lack_of_memory(str(error)) if is_full else _reason(said)
-    if reason is None:
+    lack = lack_of_processes(error)
+    reason = reason or lack
+    if not reason:
         return None
-    if Watch.active and not is_full and Watch.active.is_hang(said):
+    if Watch.active and not (is_full or lack) and Watch.active.is_hang(said):
         Watch.active.end(error)
     rank, host = os.environ.get("RANK", "0"), socket.gethostname()
     print(f"error: rank {rank} on {host} {reason}", file=sys.stderr, flush=True)

@@ -175,16 +175,26 @@ def how_ended(status: int) -> str:
     if status >= 0:
         return f"ended with status {status}"
     is_named = -status in set(signal.Signals)
-    return f"was killed by {signal.Signals(-status).name if is_named else f'signal {-status}'}"
+    hint = ""
+    if status == -signal.SIGKILL and (kills := count_oom_kills() - OOM_KILLS_BEFORE) > 0:
+        hint = f"; meanwhile memory ran out in its cgroup (oom_kill {kills})"
+    return f"was killed by {signal.Signals(-status).name if is_named else f'signal {-status}'}{hint}"
 
 
-def count_oom_kills() -> int:
+def count_oom_kills(cgroup: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
     """Return how many processes of this cgroup the kernel has killed for lack of memory; 0 if it does not say."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        _, _, own = Path("/proc/self/cgroup").read_text().rpartition("0::")  # cgroup v2
-        events = Path(f"/sys/fs/cgroup{own.strip()}/memory.events").read_text()
-        return int(dict(line.split() for line in events.splitlines())["oom_kill"])
-    return 0
+    kills = 0
+    with contextlib.suppress(OSError):
+        for line in cgroup.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)  # version 2 names no controllers
+            file = {"": "memory.events", "memory": "memory.oom_control"}.get(controllers)
+            # In a container, its own cgroup may be the root, whatever the path says.
+            for folder in (root / controllers / path.lstrip("/"), root / controllers) if file else ():
+                with contextlib.suppress(OSError, ValueError, KeyError):
+                    events = dict(event.split() for event in (folder / str(file)).read_text().splitlines())
+                    kills += int(events["oom_kill"])
+                    break
+    return kills
 
 
 OOM_KILLS_BEFORE = count_oom_kills()
@@ -196,6 +206,4 @@ def cause_of(failures: dict[int, Failure]) -> str:
     rank = culprit_of(failures)
     status, pid = failures[rank]
     hint = "" if status < 0 else "; its own error is above"
-    if status == -signal.SIGKILL and (kills := count_oom_kills() - OOM_KILLS_BEFORE) > 0:
-        hint = f"; meanwhile memory ran out in its cgroup (oom_kill {kills})"
     return f"rank {rank} (pid {pid} on {socket.gethostname()}) {how_ended(status)}{hint}"
