@@ -53,8 +53,8 @@ def watch(args):
         yield watch
 
 
-def note(rank, entered, name, is_inside=True, step=3, since_s=5.0):
-    own = {"rank": rank, "host": f"node-{rank}", "pid": 10 + rank, "time": time.time() - 7, "since_s": since_s}
+def note(rank, entered, name, is_inside=True, step=3, since_s=5.0, time_s=60.0):
+    own = {"rank": rank, "host": f"node-{rank}", "pid": 10 + rank, "time_s": time_s, "since_s": since_s}
     return {**own, "entered": entered, "name": name, "is_inside": is_inside, "step": step}
 
 
@@ -64,11 +64,18 @@ def by_rank(*notes):
 
 def test_silent_ranks_are_named_with_their_last_words():
     found = by_rank(note(0, 9, "gradients"), note(2, 9, "gradients", since_s=4.0))
-    text = summarize(found, by_rank(note(1, 8, "metrics", False, 2)), 3)
+    text = summarize(found, by_rank(note(1, 8, "metrics", False, 2, time_s=53.0)), 3)
     silent = 'rank 1 on node-1 does not answer, last seen 7.0 s ago past "metrics" after step 2'
     assert text == f'{silent}; ranks 0, 2 waited 5 s in "gradients" after step 3'
     text = summarize(by_rank(note(1, 9, "gradients")), {}, 3)
     assert text.startswith("ranks 0, 2 do not answer, nobody knows where it was; rank 1 waited 5 s in ")
+
+
+def test_how_long_a_rank_is_silent_does_not_depend_on_the_clocks_of_hosts(watch, monkeypatch):
+    before = watch._note()
+    monkeypatch.setattr(time, "time", lambda: 0.0)  # of a host whose clock is decades behind
+    watch._begun -= 7  # seconds later
+    assert report.last_place(before, {1: watch._note()}).startswith("last seen 7.0 s ago ")
 
 
 def test_the_collective_that_was_not_joined_comes_first():

@@ -163,7 +163,7 @@ class Report:
         found = {rank: json.loads(text.split("\n")[0]) for rank, text in reports.items()}
         summary = summarize(found, last, self.world_size)
         table = [where_it_stands(found[rank]) for rank in sorted(found)]
-        table += [f"rank {rank} did not answer; {last_place(last.get(rank))}" for rank in silent]
+        table += [f"rank {rank} did not answer; {last_place(last.get(rank), found)}" for rank in silent]
         stacks = [f"==== rank {rank}\n{text}" for rank, text in sorted(reports.items())]
         text = "\n".join([summary, "", *table, "", *stacks])
         failure = self._on_disk(lambda: _try_to_write(self.path, text), "the disk does not answer")
@@ -196,7 +196,7 @@ def summarize(found: dict[int, dict[str, Any]], last: dict[int, dict[str, Any]],
         more = f" and {len(known) - MOST_NAMED} more" if len(known) > MOST_NAMED else ""
         hosts = ", ".join(known[:MOST_NAMED]) + more
         verb = "does" if len(silent) == 1 else "do"
-        place = last_place(last.get(silent[0]))
+        place = last_place(last.get(silent[0]), found)
         return f"{name_ranks(silent)}{hosts and ' on '}{hosts} {verb} not answer, {place}; {waits}"
     if outside:
         verb = "does" if len(outside) == 1 else "do"
@@ -223,11 +223,14 @@ def where_it_stands(note: dict[str, Any]) -> str:
     return f'{on} {where} "{note["name"]}"{_after(note)} for {note["since_s"]:.1f} s'
 
 
-def last_place(note: dict[str, Any] | None) -> str:
-    """Return the position of a rank that does not answer, according to its last note."""
+def last_place(note: dict[str, Any] | None, found: dict[int, dict[str, Any]]) -> str:
+    """Return the position of a rank that does not answer, by its last note, and how much older than `found` it is.
+
+    Notes have the time since the ranks met, as the clocks of their hosts may differ.
+    """
     if not note:
         return "nobody knows where it was"
-    ago_s = max(0.0, time.time() - note["time"])
+    ago_s = max(0.0, max(other["time_s"] for other in found.values()) - note["time_s"])
     where = "in" if note["is_inside"] else "past"
     return f'last seen {ago_s:.1f} s ago {where} "{note["name"]}"{_after(note)}'
 

@@ -94,7 +94,8 @@ class Watch(NoWatch):
         self.folder: Path | None = None
         self._step: Callable[[], int] | None = None
         self._last_notes: dict[int, str] = {}
-        self._at = CollectivePosition(since=time.monotonic())
+        self._begun = time.monotonic()  # all ranks have just met: this time is nearly the same for all
+        self._at = CollectivePosition(since=self._begun)
         self._busy_s = 0.0
         self._stragglers: list[str] = []
         self._note_s = max(NOTE_INTERVAL_S, world_size / 5000)
@@ -225,7 +226,7 @@ class Watch(NoWatch):
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "step": self._step() if self._step else None,
-            "time": time.time(),
+            "time_s": round(time.monotonic() - self._begun, 1),
             "busy_s": round(self._busy_s, 4),
             "entered": at.entered,
             "name": at.name,
