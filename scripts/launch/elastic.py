@@ -396,6 +396,14 @@ def create_handler(endpoint: str, job: str, min_nodes: int, node: Node, address:
     handler = Handler.from_backend(job, store, backend, min_nodes, node.nnodes, address, timeouts, **beats)
     assert isinstance(handler, Handler)
     timeouts.is_first = lambda: handler._state_holder.state.round == 0
+    executor = handler._op_executor
+    add = executor._add_to_redundancy_list  # type: ignore[attr-defined]
+
+    def wait_as_surplus() -> None:
+        say(f"the job has all of its {node.nnodes} nodes (NNODES): this one waits until one of them leaves")
+        add()
+
+    executor._add_to_redundancy_list = wait_as_surplus  # type: ignore[attr-defined]
     return handler
 
 
@@ -523,6 +531,7 @@ NEEDED = (
     (api, ("get_free_port",)),
     (dynamic_rendezvous, ("datetime", "get_method_name", "_RendezvousExitOp")),
     (dynamic_rendezvous._BackendRendezvousStateHolder, ("_last_sync_time",)),
+    (dynamic_rendezvous._DistributedRendezvousOpExecutor, ("_add_to_redundancy_list",)),
     (DynamicRendezvousHandler, ("from_backend", "next_rendezvous", "num_nodes_waiting", "_stop_heartbeats")),
     (DynamicRendezvousHandler, ("_node_desc_generator", "_this_node", "_store", "_state_holder", "_op_executor")),
 )

@@ -214,6 +214,24 @@ def test_a_node_joins_the_next_round(nodes):
     assert not a._newcomers_since_s, "the next newcomer waits for others, too"
 
 
+def test_a_surplus_node_says_that_it_waits_and_takes_the_place_of_one_that_leaves(nodes, capsys):
+    a, b = nodes(2, min_nodes=1, max_nodes=2)
+    assert join(a, b) == ([0, 1], 2)
+    [c] = nodes(1, min_nodes=1, max_nodes=2)
+    infos, said = [], []
+    line = "elastic: the job has all of its 2 nodes (NNODES): this one waits until one of them leaves\n"
+    threading.Thread(
+        target=lambda: infos.append(c.next_rendezvous()), daemon=True
+    ).start()  # its wait has no limit
+    wait_until(lambda: said.append(capsys.readouterr().err) or line in said, 10, "the line")
+    assert a.num_nodes_waiting() == 0, "no round begins for it"
+    b.leave()
+    wait_for_change(a)
+    join(a)
+    wait_until(lambda: infos, 10, "its turn")
+    assert (infos[0].world_size, "".join(said).count(line)) == (2, 1)
+
+
 def test_a_node_that_restarts_its_ranks_is_not_lost(nodes):
     a, b = nodes(2, max_nodes=2)
     join(a, b)
