@@ -47,9 +47,9 @@ def as_user_error(verb: str, path: object) -> Iterator[None]:
 
 def lack_of_processes(error: BaseException) -> str:
     """Return what is wrong and the fix if the system refuses a new thread or process; "" for another error."""
-    # Python's messages, and the one of C++ as torch raises it.
-    refusals = ("can't start new thread", "Resource temporarily unavailable")
-    if not isinstance(error, BlockingIOError) and str(error) not in refusals:
+    # Python's message, and that of C++ and of fork(). An output that would block has another one.
+    said = error.strerror if isinstance(error, BlockingIOError) else str(error)
+    if said not in ("can't start new thread", "Resource temporarily unavailable"):
         return ""
     fix = "raise their limit (ulimit -u, or pids.max of the cgroup), or use fewer processes and --workers"
     return f"cannot start another thread or process; {fix}"
