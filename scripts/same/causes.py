@@ -244,7 +244,8 @@ NOTES = {
         "look at the loss: cross_entropy() of a single class, for example, is 0 whatever the output",
     ),
     "not-replicated": Cause(
-        "ranks hold different parts of the model, or no optimizer of torch: only what is printed is compared",
+        "ranks hold different parts of the model, or no optimizer of torch: only learning rates, samples and "
+        "printed values are compared",
         "no fix is needed",
     ),
 }

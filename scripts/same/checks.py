@@ -466,24 +466,27 @@ def explain_printed(run: Run, first: Run, other: Series, series: Series) -> str:
     if not all(map(math.isfinite, ratios)):
         return "unknown"
     if series.is_evaluation:
-        cause = explain_evaluation(run, first)
+        cause = explain_evaluation(run, first, is_loss="loss" in series.name)
         # One rank's sum over the number of all samples, or a sum of means: by a rough factor, since shares differ.
         factors = (run.world_size, 1 / run.world_size)
-        is_scaled = ratios and any(all(abs(ratio / c - 1) < 0.25 for ratio in ratios) for c in factors)
-        if is_scaled and cause != "one-rank-evaluation":
-            return "printed-loss-scaled"
-        numbers = {n for one in (run, first) for line in one.of("evaluation")[0] for n in line["targets"]}
-        return "mean-of-means" if cause == "unknown" and "loss" in series.name and len(numbers) > 1 else cause
+        is_scaled = ratios and any(all(abs(ratio / c - 1) < 0.1 for ratio in ratios) for c in factors)
+        return "printed-loss-scaled" if is_scaled and cause != "one-rank-evaluation" else cause
     for c in (run.world_size, 1 / run.world_size):
         if len(ratios) > 1 and all(math.isclose(ratio, c, rel_tol=0.01) for ratio in ratios):
             return "printed-loss-scaled"
-    if is_unnamed_evaluation(series, first) and (cause := explain_evaluation(run, first)) != "unknown":
+    if (
+        is_unnamed_evaluation(series, first)
+        and (cause := explain_evaluation(run, first, is_loss=False)) != "unknown"
+    ):
         return cause
     return "one-rank-loss"
 
 
-def explain_evaluation(run: Run, first: Run) -> str:
+def explain_evaluation(run: Run, first: Run, is_loss: bool) -> str:
     """Return why an evaluation differs, judging by the samples that ranks evaluate and their collectives."""
+    lines = [line for own in run.of("evaluation") for line in own]
+    is_trimmed = any(line["is_trimmed"] for line in lines)
+    are_unequal = len({number for line in lines for number in line["targets"]}) > 1
     # Lightning begins with a few batches, as a check.
     largest = [max(lines, key=lambda line: len(line["rows"]), default=None) for lines in run.of("evaluation")]
     whole = max(first.of("evaluation")[0], key=lambda line: len(line["rows"]), default=None)
@@ -493,9 +496,12 @@ def explain_evaluation(run: Run, first: Run) -> str:
         return "one-rank-evaluation"
     same_place = zip(first.of("evaluation")[0], *run.of("evaluation"), strict=False)
     is_repeated = (all(largest) and is_padded(whole, *largest)) or any(is_padded(*lines) for lines in same_place)
-    if is_repeated and not largest[0]["is_trimmed"]:
+    # accelerate's gather_for_metrics() drops repeated samples; the loss of their batch is a mean over them, too.
+    if is_repeated and not (is_trimmed and (are_unequal or not is_loss)):
         return "padded-evaluation"
-    return "mean-of-means" if len({len(line["rows"]) for line in largest if line}) > 1 else "unknown"
+    if len({len(line["rows"]) for line in largest if line}) > 1 or (is_loss and are_unequal):
+        return "mean-of-means"
+    return "unknown"
 
 
 def is_padded(whole: dict[str, Any], *shares: Any) -> bool:
@@ -564,6 +570,8 @@ def compare_parts(run: Run, first: Run, replay: Run | None, rounding: Rounding) 
     if found := [*filter(None, [check_order(run, first), check_rates(run, first)])]:
         return found
     if replay and other_samples(run, replay) is None:
+        if wrong := check_overlap(run, first) or check_shards(run, first, is_divided=False):
+            return [wrong]
         return [name_samples(run, first), *check_printed(run, replay, rounding, is_proven=False)]
     return [*check_printed(run, first, rounding, is_proven=False)]
 

@@ -186,6 +186,7 @@ def test_batches_without_values_are_left_out(tmp_path):
             '{\n  "train": {\n    "loss": 2.5\n  },\n  "validation": {\n    "loss": 1.5\n  }\n}',
             {"loss": [2.5], "test_loss": [1.5]},
         ),
+        ('{\n  "validation": {\n    "loss": 1.5\n  },\n  "loss": 2.5\n}', {"test_loss": [1.5], "loss": [2.5]}),
     ],
 )
 def test_losses_are_read_under_their_usual_names(line, series):
@@ -668,7 +669,7 @@ def test_why_an_evaluation_differs(ranks, collectives, cause):
     [
         ("test_loss", [3, 4], True, "mean-of-means"),  # HF Trainer's evaluation of unequally long texts
         ("test_accuracy", [3, 4], True, "unknown"),
-        ("test_loss", [4], True, "unknown"),
+        ("test_loss", [4], True, "padded-evaluation"),  # of classes: means over all of a batch
         ("test_loss", [3, 4], False, "padded-evaluation"),
     ],
 )
@@ -686,6 +687,7 @@ def test_samples_that_accelerate_drops_again_do_not_pad_an_evaluation(name, targ
         (0.65, 1, "printed-loss-scaled"),
         (0.65, 0, "one-rank-evaluation"),
         (1.75, 1, "padded-evaluation"),
+        (1.9, 1, "padded-evaluation"),
     ],
 )
 def test_an_evaluation_that_is_scaled_by_the_world_size_is_not_called_padded(value, collectives, cause):
@@ -1010,6 +1012,25 @@ def test_ranks_that_hold_parts_of_the_model_print_what_one_process_does_with_the
         replay = with_rows(printed(f"loss {loss}"), lambda _, rank, rows=rows: rows)
         compared = compare_runs(run, first, replay, Rounding(first, first))
         assert [one.cause for one in compared] == ["not-replicated", *found]
+
+
+def test_ranks_that_hold_parts_of_the_model_and_draw_the_same_samples_are_found():
+    """One process that trains on their batches prints the same."""
+    first = with_batches(printed("loss 1.25"), [[0, 1], [2, 3]])
+    for shares, found in ((["ab", "ab"], "the same 2 on all ranks"), (["ab", "bc"], "ranks share 1")):
+        run = with_batches(record(2, GRADIENTS, shapes=2), [[0], [1], [2]], [[0], [3], [1]])
+        run = with_rows(run, lambda _, rank, shares=shares: [*shares[rank]])
+        run.series = read_series("loss 1.5")
+        replay = with_rows(printed("loss 1.5"), lambda _, rank, shares=shares: [*shares[0], *shares[1]])
+        compared = compare_runs(run, first, replay, Rounding(first, first))
+        assert [one.cause for one in compared] == ["not-replicated", "not-sharded"]
+        assert compared[1].what.endswith(found)
+
+
+def test_equal_numbers_of_targets_make_no_mean_of_means():
+    first = with_evaluations(printed("test_loss 1.25"), ["01234567"], targets=[8])
+    run = with_evaluations(printed("test_loss 1.35", 2), ["0123"], ["4567"], targets=[4])
+    assert [found for found, _ in causes(run, first)] == ["unknown"]
 
 
 def test_gradients_that_are_not_compared_are_not_said_to_differ(tmp_path):
