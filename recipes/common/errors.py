@@ -8,6 +8,7 @@ import errno
 import io
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 
 
@@ -45,11 +46,18 @@ def as_user_error(verb: str, path: object) -> Iterator[None]:
         raise UserError(f"cannot {verb} {error.filename or path}: {error.strerror or error}{hint}") from None
 
 
+STARTS_PROCESSES = ("_execute_child", "_posix_spawn", "_launch", "spawnv_passfds")
+"""The functions in which subprocess and multiprocessing call the system to start a process."""
+
+
 def lack_of_processes(error: BaseException) -> str:
     """Return what is wrong and the fix if the system refuses a new thread or process; "" for another error."""
-    # Python's message, and that of C++ and of fork(). An output that would block has another one.
-    said = error.strerror if isinstance(error, BlockingIOError) else str(error)
-    if said not in ("can't start new thread", "Resource temporarily unavailable"):
+    if isinstance(error, BlockingIOError):  # also of a lock, a pipe or a socket
+        frames = traceback.walk_tb(error.__traceback__)
+        is_lack = any(frame.f_code.co_name in STARTS_PROCESSES for frame, _ in frames)
+    else:  # Python's own message, and that of C++
+        is_lack = str(error) in ("can't start new thread", "Resource temporarily unavailable")
+    if not is_lack:
         return ""
     fix = "raise their limit (ulimit -u, or pids.max of the cgroup), or use fewer processes and --workers"
     return f"cannot start another thread or process; {fix}"

@@ -187,11 +187,12 @@ def count_oom_kills(cgroup: Path = Path("/proc/self/cgroup"), root: Path = Path(
     with contextlib.suppress(OSError):
         for line in cgroup.read_text().splitlines():
             _, controllers, path = line.split(":", 2)  # version 2 names no controllers
-            file = {"": "memory.events", "memory": "memory.oom_control"}.get(controllers)
+            if not (file := {"": "memory.events", "memory": "memory.oom_control"}.get(controllers)):
+                continue
             # In a container, its own cgroup may be the root, whatever the path says.
-            for folder in (root / controllers / path.lstrip("/"), root / controllers) if file else ():
+            for folder in (root / controllers / path.lstrip("/"), root / controllers):
                 with contextlib.suppress(OSError, ValueError, KeyError):
-                    events = dict(event.split() for event in (folder / str(file)).read_text().splitlines())
+                    events = dict(event.split() for event in (folder / file).read_text().splitlines())
                     kills += int(events["oom_kill"])
                     break
     return kills
