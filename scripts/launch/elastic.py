@@ -398,9 +398,15 @@ def create_handler(endpoint: str, job: str, min_nodes: int, node: Node, address:
     timeouts.is_first = lambda: handler._state_holder.state.round == 0
     executor = handler._op_executor
     add = executor._add_to_redundancy_list  # type: ignore[attr-defined]
+    rounds: set[int] = set()
 
     def wait_as_surplus() -> None:
-        say(f"the job has all of its {node.nnodes} nodes (NNODES): this one waits until one of them leaves")
+        if (
+            number := handler._state_holder.state.round
+        ) not in rounds:  # called again if another node's write wins
+            rounds.add(number)
+            wait = "this one waits until one of them leaves or is lost"
+            say(f"the job has all of its {node.nnodes} nodes (NNODES): {wait}")
         add()
 
     executor._add_to_redundancy_list = wait_as_surplus  # type: ignore[attr-defined]
