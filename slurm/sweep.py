@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from recipes.common.errors import UserError
-from scripts.launch.command import command, markdown_table
+from scripts.launch.command import command
+from scripts.launch.tables import markdown_table
 from slurm.training import Run
 
 

@@ -26,17 +26,16 @@ from scripts.launch.command import (
     ONE_PROCESS,
     RECIPE_OPTIONS,
     ROOT,
-    Column,
     CommandParser,
     check_recipe,
     command,
     count,
     next_folder,
     parse,
-    table,
 )
 from scripts.launch.local import assign_gpus
 from scripts.launch.runs import differences, read_losses, read_metrics
+from scripts.launch.tables import Column, table
 
 SMALLEST_DIFFERENCE = 1e-9
 """Smaller differences are drawn as this one: fp32 cannot resolve them, and zero has no logarithm."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from scripts.launch.command import markdown_table
+from scripts.launch.tables import markdown_table
 
 PARTS = {
     **dict.fromkeys(("small-data", "jpeg", "remote", "step", "overlap"), 3),

@@ -17,10 +17,8 @@ import signal
 import sys
 import tempfile
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from recipes.common.arguments import Parser, whole_number
 from recipes.common.errors import UserError, adjust_output, as_user_error, lack_of_processes, nearest
@@ -168,30 +166,6 @@ def check_names(what: str, names: Sequence[str], known: Sequence[str], cutoff: f
     return list(dict.fromkeys(names))
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column of a table: its title, the key of its figures in the rows, and how they are written."""
-
-    title: str
-    key: str
-    form: str | Callable[[float], str] = "{}"
-    factor: float = 1
-
-    def cell(self, row: Mapping[str, Any]) -> str:
-        """Return a row's figure as text, or a dash for None."""
-        value = row[self.key]
-        if value is None:
-            return "-"
-        write = self.form.format if isinstance(self.form, str) else self.form
-        return write(value * self.factor if isinstance(value, int | float) else value)
-
-
-def table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], left: int = 0) -> str:
-    """Return rows of figures as a Markdown table whose first `left` columns are aligned to the left."""
-    cells = [[column.cell(row) for column in columns] for row in rows]
-    return markdown_table([[column.title for column in columns], *cells], left)
-
-
 def absolute(path: str | Path) -> Path:
     """Return an absolute path, ~ being the home folder; if there is none, ~ is a name like any other."""
     return Path(os.path.expanduser(path)).absolute()  # noqa: PTH111 (Path.expanduser() raises an error instead)
@@ -248,11 +222,3 @@ def temporary_folder() -> Iterator[str]:
             if error.errno not in DISK_FULL_ERRORS or not str(error.filename).startswith(name):
                 raise
             raise UserError(f"cannot write {error.filename}: {error.strerror}; {fix}") from None
-
-
-def markdown_table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Return rows, the first one the header, as a Markdown table whose first `left` columns align to the left."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    rule = [("-" * width if i < left else "-" * (width - 1) + ":") for i, width in enumerate(widths)]
-    form = "| " + " | ".join(f"{{:{'<' if i < left else '>'}{width}}}" for i, width in enumerate(widths)) + " |"
-    return "\n".join(form.format(*cells) for cells in (rows[0], rule, *rows[1:]))

@@ -37,8 +37,9 @@ from recipes.common.errors import UserError, as_user_error, nearest
 from recipes.common.options import Options, check_batch
 from recipes.common.parallel.groups import PIECE_BYTES
 from recipes.common.world.places import place_of
-from scripts.launch.command import Column, CommandParser, check_recipe, check_writable, command, next_folder, table
+from scripts.launch.command import CommandParser, check_recipe, check_writable, command, next_folder
 from scripts.launch.recipe_options import read_option
+from scripts.launch.tables import Column, duration, short_number, table
 from scripts.plan import cost_model
 from scripts.plan.cost_model import Cluster, Compute, Link, Method
 from scripts.plan.fabrics import CONTROL_ALPHA_US, FABRICS, GPUS, INTRA, node_link
@@ -62,39 +63,21 @@ LINEAR_LIMIT = 8192
 """The global batch up to which ResNet-50 on ImageNet keeps its accuracy by linear scaling with warm-up (Goyal et
 al. 2017, https://arxiv.org/abs/1706.02677)."""
 
-
-def short(value: float) -> str:
-    """Return a number with one decimal, or with two significant digits if it is below 1."""
-    return f"{value:,.1f}" if value >= 1 or not value else f"{value:.2g}"
-
-
-def duration(seconds: float) -> str:
-    """Return a time in hours, minutes or seconds."""
-    if seconds >= 3600:
-        return f"{seconds / 3600:,.1f} h"
-    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{short(seconds)} s"
-
-
-def money(amount: float) -> str:
-    """Return an amount of money in whole units, or with two decimals if it is below 10."""
-    return f"{amount:,.0f}" if amount >= 10 else f"{amount:.2f}" if amount >= 0.01 or not amount else "<0.01"
-
-
 COLUMNS = (
     Column("nodes", "nodes", "{:,}"),
     Column("GPUs", "ranks", "{:,.0f}"),
     Column("global batch", "global_batch_size", "{:,.0f}"),
-    Column("step, ms", "step_s", short, 1e3),
-    Column("exposed, ms", "exposed_s", short, 1e3),
+    Column("step, ms", "step_s", short_number, 1e3),
+    Column("exposed, ms", "exposed_s", short_number, 1e3),
     Column("limit", "limit"),
     Column("efficiency", "efficiency", "{:.1%}"),
     Column("samples/s", "samples_per_s", "{:,.0f}"),
-    Column("sent per node and step, MB", "sent_bytes_per_node", short, 1e-6),
-    Column("memory of a GPU, GB", "memory_sum_bytes", short, 1e-9),
+    Column("sent per node and step, MB", "sent_bytes_per_node", short_number, 1e-6),
+    Column("memory of a GPU, GB", "memory_sum_bytes", short_number, 1e-9),
     Column("checkpoint every", "interval_s", duration),
     Column("useful time", "useful_share", "{:.1%}"),
     Column("job time", "hours", duration, 3600),
-    Column("cost", "cost", money),
+    Column("cost", "cost", "{:,.2f}"),
 )
 
 PANELS = {
@@ -336,21 +319,15 @@ def failure_figures(
     }
 
 
-def nodes_text(row: Row) -> str:
-    """Return a row's number of nodes as text."""
-    return f"{row['nodes']:,} node{'s' * (row['nodes'] > 1)}"
-
-
 def advice(row: Row, args: Namespace, kind: Kind) -> list[str]:
-    """Return the job's length, and advice on batch and learning rate, at the largest number of nodes."""
+    """Return the job's length, and advice on the learning rate, at the largest number of nodes."""
     batch = row["global_batch_size"]
     epoch_steps = kind.num_samples // batch
     texts = [
-        f"job of {row['steps']:,} steps: {row['steps'] / epoch_steps:.4g} epochs of {kind.num_samples:,} samples, "
-        f"on {nodes_text(row)}",
-        f"global batch {batch:,}: {epoch_steps:,} steps an epoch. Linear scaling: --lr R --scale-lr, where R is "
-        f"the rate that is good for 256 samples (0.1 for ResNet-50), gives R x {batch / 256:g}; warm up over 5 "
-        f"epochs: --warmup-steps {5 * epoch_steps}",
+        f"global batch {batch:,}: {epoch_steps:,} steps an epoch, {row['steps']:,} in the job's "
+        f"{row['steps'] / epoch_steps:,.1f} epochs. Linear scaling: --lr R --scale-lr, where R is the rate that "
+        f"is good for 256 samples (0.1 for ResNet-50), gives R x {batch / 256:g}; warm up over 5 epochs: "
+        f"--warmup-steps {5 * epoch_steps}"
     ]
     if batch > LINEAR_LIMIT:
         nodes = max(1, LINEAR_LIMIT * row["nodes"] // batch)
@@ -371,9 +348,10 @@ def memory_line(rows: Sequence[Row], args: Namespace) -> str:
         full = [f"{row['nodes']:,}" for row in rows if row["memory_sum_bytes"] > 0.95e9 * room]
         where = f"; DOES NOT FIT on {', '.join(full)} node{'s' * (full != ['1'])}: lower {batch}, or {fix}"
         fits = f" of {room:g} on one {args.gpu_type.upper()}{where * bool(full)}"
+    nodes = f"{last['nodes']:,} node{'s' * (last['nodes'] > 1)}"
     parts = (f"{name.replace('_', ' ')} {size / 1e6:,.1f}" for name, size in last["memory_bytes"].items() if size)
     return (
-        f"memory of a GPU on {nodes_text(last)}, estimated: {short(last['memory_sum_bytes'] / 1e9)} GB{fits} "
+        f"memory of a GPU on {nodes}, estimated: {short_number(last['memory_sum_bytes'] / 1e9)} GB{fits} "
         f"(in MB: {', '.join(parts)}; without the libraries' own)"
     )
 
@@ -410,8 +388,8 @@ def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
     last, link, fabric = rows[-1], cluster_of(args, 1).network, args.fabric or "own"
     lines = [
         f"plan {args.recipe} {options.model}: {whole.parameters:,} parameters, samples {kind.data.input}, "
-        f"{short(workload.flops_per_sample / 1e9)} GFLOP a sample on a rank",
-        f"compute {short(1e3 * compute.total_s)} ms a step of {args.local_batch_size} samples, {source}",
+        f"{short_number(workload.flops_per_sample / 1e9)} GFLOP a sample on a rank",
+        f"compute {short_number(1e3 * compute.total_s)} ms a step of {args.local_batch_size} samples, {source}",
         f"fabric {fabric}: {link.bytes_per_s * 8e-9:,.1f} Gbit/s for a node, {link.alpha_s * 1e6:g} us a hop; "
         f"in a node {args.intra}; {args.gpus} GPU{'s' * (args.gpus > 1)} a node",
         memory_line(rows, args),

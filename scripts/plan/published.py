@@ -13,7 +13,8 @@ from __future__ import annotations
 import sys
 
 from recipes.common.errors import UserError
-from scripts.launch.command import Column, command, table
+from scripts.launch.command import command
+from scripts.launch.tables import Column, table
 from scripts.plan.cost_model import Cluster, all_reduce, split_compute
 from scripts.plan.fabrics import INTRA, node_link
 

@@ -37,12 +37,12 @@ from scripts.launch.command import (
     count,
     next_folder,
     parse,
-    table,
 )
 from scripts.launch.interface import interface_to
 from scripts.launch.local import LOOPBACK, visible_gpus
 from scripts.launch.processes import run_side_by_side
 from scripts.launch.runs import measured_on
+from scripts.launch.tables import table
 
 START_TIMEOUT_S = 120
 """Time allowed for the ranks to start: all processes import torch at once."""

@@ -30,8 +30,9 @@ from scripts.bench.commbench.backends import Backend, connect
 from scripts.bench.commbench.options import BACKENDS, add_options, check_options, parse_sizes
 from scripts.bench.commbench.rows import COLUMNS, Row
 from scripts.doctor.collectives import pattern
-from scripts.launch.command import CommandParser, parse, table
+from scripts.launch.command import CommandParser, parse
 from scripts.launch.mpirun import MPI_RANK, first_set
+from scripts.launch.tables import table
 
 WARM_UPS, FEWEST, MOST = 2, 3, 2000
 """Number of warm-up calls, and the minimum and maximum number of timed calls."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 
-from scripts.launch.command import Column
+from scripts.launch.tables import Column
 
 
 @dataclass(frozen=True)
