@@ -401,9 +401,8 @@ def create_handler(endpoint: str, job: str, min_nodes: int, node: Node, address:
     rounds: set[int] = set()
 
     def wait_as_surplus() -> None:
-        if (
-            number := handler._state_holder.state.round
-        ) not in rounds:  # called again if another node's write wins
+        number = handler._state_holder.state.round
+        if number not in rounds:  # torch calls this again if another node's write came first
             rounds.add(number)
             wait = "this one waits until one of them leaves or is lost"
             say(f"the job has all of its {node.nnodes} nodes (NNODES): {wait}")

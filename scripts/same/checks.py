@@ -474,12 +474,8 @@ def explain_printed(run: Run, first: Run, other: Series, series: Series) -> str:
     for c in (run.world_size, 1 / run.world_size):
         if len(ratios) > 1 and all(math.isclose(ratio, c, rel_tol=0.01) for ratio in ratios):
             return "printed-loss-scaled"
-    if (
-        is_unnamed_evaluation(series, first)
-        and (cause := explain_evaluation(run, first, is_loss=False)) != "unknown"
-    ):
-        return cause
-    return "one-rank-loss"
+    cause = explain_evaluation(run, first, is_loss=False) if is_unnamed_evaluation(series, first) else "unknown"
+    return "one-rank-loss" if cause == "unknown" else cause
 
 
 def explain_evaluation(run: Run, first: Run, is_loss: bool) -> str:
