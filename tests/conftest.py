@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from recipes.common.errors import UserError
-from recipes.common.process.parent import LAUNCHER_PID
 from scripts.lab import network
 from tests import fork_server
 
@@ -144,9 +143,13 @@ def nothing_is_inherited():
     numbers = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    environment = dict(os.environ)
     yield
     gc.unfreeze()  # run_main() has frozen the objects of earlier tests
-    os.environ.pop(LAUNCHER_PID, None)  # a program would end itself at once: its parent is another process
+    # With LAUNCHER_PID, a program would end itself at once: its parent is another process.
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     for number, handler in before.items():
         signal.signal(number, handler)
