@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import shlex
+import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from recipes.common.errors import UserError
@@ -56,13 +58,27 @@ def run(
     choose_socket_folder()
     processes = [CONTEXT.Process(target=run_rank, args=(words, env, rank)) for rank in range(world_size)]
     try:
-        for process in processes:
-            process.start()
+        with interrupt_later():  # else Ctrl-C would leave a process whose pid is not known yet
+            for process in processes:
+                process.start()
         return wait(processes, timeout_s)
     finally:
         for process in processes:
             if process.pid:  # it has been started, and runs on after Ctrl-C
                 process.kill()
+
+
+@contextlib.contextmanager
+def interrupt_later() -> Iterator[None]:
+    """Raise the KeyboardInterrupt of a Ctrl-C at the end of this block; a mask would not hold in other threads."""
+    received: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if received:
+        raise KeyboardInterrupt
 
 
 def run_rank(words: Sequence[str], env: Mapping[str, str], rank: int) -> None:

@@ -3,6 +3,7 @@
 import os
 import pkgutil
 import re
+import signal
 import sys
 from contextlib import suppress
 from inspect import getdoc
@@ -307,6 +308,31 @@ def test_the_fork_server_starts_whatever_the_length_of_tmpdir(monkeypatch, tmp_p
     monkeypatch.setattr(script_job, "wait", lambda *_: [0])
     assert script_job.run(["train.py"], "", 1, tmp_path / "run", 60.0) == [0]
     assert calls == ["folder", "process"]
+
+
+def test_ctrl_c_while_a_rank_is_started_ends_it(monkeypatch, tmp_path):
+    """One that ignores Ctrl-C was left over, together with its fork server."""
+    running = set()
+
+    class Process:
+        pid = None
+
+        def __init__(self, target, args):
+            self.rank = args[2]
+
+        def start(self):
+            running.add(self.rank)
+            if self.rank == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+            self.pid = 1
+
+        def kill(self):
+            running.remove(self.rank)
+
+    monkeypatch.setattr(script_job.CONTEXT, "Process", Process)
+    with pytest.raises(KeyboardInterrupt):
+        script_job.run(["train.py"], "", 2, tmp_path / "run", 60.0)
+    assert not running
 
 
 @pytest.mark.parametrize("name", [name for name, cause in CAUSES.items() if cause.doc])
