@@ -227,9 +227,13 @@ def need_namespaces(*tools: str) -> None:
         require("netns", shutil.which(tool), f"there is no {tool}", remedy)
 
 
-def need_gpus(count: int = 1) -> None:
-    """Skip the test if fewer GPUs are visible."""
+def need_gpus(count: int = 1, *, real: bool = False) -> None:
+    """Skip the test if fewer GPUs are visible, or if it needs `real` ones and these are stand-ins."""
     import torch
+
+    if real:
+        remedy = "run it on a machine with NVIDIA GPUs"
+        require("gpu", "STAND_IN_GPUS" not in os.environ, "a stand-in for a GPU cannot do this", remedy)
 
     found = torch.cuda.device_count()
     name = "gpu" if count == 1 else "two-gpus"

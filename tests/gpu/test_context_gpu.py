@@ -58,7 +58,7 @@ def test_two_ranks_on_one_gpu_equal_the_cpu(tmp_path, cpu, more):
 
 @pytest.mark.parametrize("more", [(), (FULL,), ("--compile",)])
 def test_two_gpus_equal_the_cpu(tmp_path, cpu, more):
-    need_gpus(2)
+    need_gpus(2, real="--compile" in more)
     run = train("context", tmp_path, 2, *WORDS, "--device", "cuda", *more)
     assert losses(run) == pytest.approx(cpu, rel=FP32)
 

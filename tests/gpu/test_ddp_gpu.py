@@ -107,6 +107,7 @@ def test_batch_norm_over_all_ranks_equals_one_process(tmp_path, two_gpus):
 
     Without ReLU, whose slope jumps at 0: one input that rounding puts on the other side of it changes the weights.
     """
+    need_gpus(real=True)
     argv = (*STEPS, "--model", "tests.observe:smooth_resnet18", "--max-steps", "10", "--lr", "0.01")
     run = train("ddp", tmp_path, 2, *argv, "--sync-batchnorm")
     single = train("single", tmp_path, 1, *argv)
@@ -117,6 +118,7 @@ def test_batch_norm_over_all_ranks_equals_one_process(tmp_path, two_gpus):
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_compiled_model_learns_the_same(mode, tmp_path):
+    need_gpus(real=True)
     argv = ("--device", "cuda", "--max-steps", "20", "--seed", "1", "--no-tf32")
     compiled = train("ddp", tmp_path, 1, *argv, "--compile", "--compile-mode", mode)
     assert_same_run(compiled, train("single", tmp_path, 1, *argv), 1e-3)
@@ -131,6 +133,7 @@ def test_more_processes_than_gpus_is_refused(tmp_path):
 
 def test_without_tf32_a_gpu_rounds_as_a_cpu_does(tmp_path):
     """24 bits instead of 11, and sums in another order: 60 steps amplify the error by less than a thousand."""
+    need_gpus(real=True)
     run = train("single", tmp_path, 1, *STEPS)
     cpu = train("single", tmp_path / "cpu", 1, *STEPS, "--device", "cpu")
     assert_same_run(run, cpu, 1000 * 2**-24)
@@ -149,6 +152,7 @@ def test_permanently_bad_gradients_end_an_fp16_run(tmp_path):
 
 
 def test_a_gpu_that_works_meanwhile_does_not_wait_for_data():
+    need_gpus(real=True)
     device = torch.device("cuda", 0)
     clock = IdleClock(device)
     torch.cuda._sleep(2_000_000_000)  # cycles: about a second

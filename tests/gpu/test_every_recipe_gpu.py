@@ -13,7 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from recipes.common.data.shards import pack
 from tests.conftest import need_gpus, need_horovod, require
+from tests.images import make_images
 from tests.parallel import test_minimal as minimal
 from tests.support import ROOT, Ranks, accuracies, largest_difference, losses, run_ranks, train, weights, words_for
 
@@ -115,6 +117,34 @@ def test_two_ranks_on_one_gpu_equal_the_cpu(tmp_path, cpu, recipe):
     words = words_for(tmp_path, "run", *STEPS, "--device", "cuda", *SHARED[recipe])
     run_ranks(recipe, words, 2, tmp_path, setup=share_a_gpu)
     assert_same_run(tmp_path / "run", cpu)
+
+
+@pytest.mark.parametrize("recipe", SHARED)
+def test_two_gpus_equal_the_cpu(tmp_path, cpu, recipe):
+    need_gpus(2)
+    assert_same_run(train(recipe, tmp_path, 2, *STEPS, "--device", "cuda", *SHARED[recipe]), cpu)
+
+
+@pytest.mark.parametrize("more", [(), ("--async-checkpoints", "--sharded-checkpoints")], ids=str)
+def test_shards_pass_from_two_gpus_to_one(tmp_path, cpu, more):
+    need_gpus(2)
+    words = (*STEPS, "--device", "cuda", *more)
+    train("fsdp", tmp_path, 2, *words, "--max-steps", "30")
+    resume = words_for(tmp_path, "fsdp-2", *words, "--resume", "auto")
+    run_ranks("fsdp", resume, 1, tmp_path / "later")
+    assert losses(tmp_path / "fsdp-2") == pytest.approx(losses(cpu), rel=FP32)
+
+
+@pytest.mark.parametrize("data", ["imagefolder", "shards"])
+def test_photos_give_the_losses_of_the_cpu(tmp_path, data):
+    folder = make_images(tmp_path / "photos")
+    if data == "shards":
+        list(pack(folder, folder := tmp_path / "shards", 9000))
+    words = ("--data", data, "--data-dir", str(folder), "--image-size", "16", "--workers", "2")
+    words = (*STEPS, "--max-steps", "8", "--global-batch-size", "9", *words)
+    on_gpu, on_cpu = (train("ddp", tmp_path / device, 1, *words, "--device", device) for device in ("cuda", "cpu"))
+    assert len(losses(on_gpu)) == 8
+    assert losses(on_gpu) == pytest.approx(losses(on_cpu), rel=FP32)
 
 
 def test_shards_of_shards_in_four_ranks_on_one_gpu_equal_the_cpu(tmp_path, cpu):
