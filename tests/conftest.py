@@ -233,7 +233,7 @@ def need_gpus(count: int = 1, *, real: bool = False) -> None:
 
     if real:
         remedy = "run it on a machine with NVIDIA GPUs"
-        require("gpu", "STAND_IN_GPUS" not in os.environ, "a stand-in for a GPU cannot do this", remedy)
+        require("real-gpus", "STAND_IN_GPUS" not in os.environ, "a stand-in for a GPU cannot do this", remedy)
 
     found = torch.cuda.device_count()
     name = "gpu" if count == 1 else "two-gpus"

@@ -17,7 +17,6 @@ LEVELS = 2 / 58
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
     need_gpus(real=True)
-    need_gpus()
     remedy = "pip install 'nvidia-nvimgcodec-cu13[nvjpeg]'"
     require("nvimgcodec", import_nvimgcodec(), "nvImageCodec is not installed", remedy)
     folder = make_images(tmp_path_factory.mktemp("images"))

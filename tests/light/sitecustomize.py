@@ -12,10 +12,8 @@ With STAND_IN_GPUS=4, a process sees four stand-ins for GPUs.
 import atexit
 import gc
 import os
-import runpy
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
-from pathlib import Path
 from types import ModuleType
 
 NAME = "torch._dynamo"
@@ -94,4 +92,4 @@ sys.meta_path.insert(0, finder)
 gc.set_threshold(500_000)
 atexit.register(gc.freeze)
 if os.environ.get("STAND_IN_GPUS"):
-    runpy.run_path(str(Path(__file__).parents[1] / "stand_in_gpus.py"))
+    import stand_in_gpus  # noqa: F401

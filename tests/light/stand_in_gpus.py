@@ -1,10 +1,10 @@
-"""GPUs made of main memory: with STAND_IN_GPUS=4, every process of the tests sees four (tests/light).
+"""GPUs made of main memory: with STAND_IN_GPUS=4, each process that has this folder in PYTHONPATH sees four.
 
 A tensor on one of them is a CPU tensor whose storage is marked with the device. Python code sees that device;
-torch's C++ code sees the CPU and computes there, except that an operator refuses tensors on several devices, as it
-does with GPUs. NCCL is Gloo here. So this shows that Python code puts each tensor where it is needed, and uses
-names of torch.cuda and torch.distributed that exist. It shows nothing of kernels, rounding, streams, graphs,
-memory, or NCCL.
+torch's C++ code sees the CPU and computes there, except that operators refuse tensors on several devices, as they
+do with GPUs. NCCL is Gloo here, and refuses CPU tensors. So this shows that Python code puts each tensor where it
+is needed, and uses names of torch.cuda and torch.distributed that exist. It shows nothing of kernels, rounding,
+random numbers, streams, graphs, memory or speed, and nothing else of NCCL.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +32,10 @@ from torch.utils._pytree import tree_leaves
 CPU = torch.device("cpu")
 COPIES = ("copy_", "_to_copy", "_foreach_copy_", "set_")
 """Operators of aten whose tensors may be on two devices."""
+COLLECTIVES = (
+    *("all_gather", "all_gather_into_tensor", "all_reduce", "broadcast", "reduce_scatter_tensor"),
+    *("irecv", "isend", "recv", "send"),
+)
 INDEXING = ("index", "index_put_", "_index_put_impl_", "_unsafe_index")
 """Operators of aten whose indices may be on the CPU when their tensor is on a GPU."""
 
@@ -42,10 +46,12 @@ class Thread(threading.local):
     current = 0
     """Its current device."""
     is_moving = False
-    """Whether move() has called the running _to_copy(): if C++ code has, the device that it names is none."""
+    """Whether move() called the running _to_copy(). C++ code, which knows only the CPU, means no device."""
 
 
 thread = Thread()
+backends: dict[Any, str | None] = {}
+"""The backend that each process group was asked for. None: the default group."""
 
 
 def count() -> int:
@@ -117,8 +123,13 @@ def one_device(name: str, args: Sequence[Any], given: list[Tensor]) -> torch.dev
     """
     written = args[0] if name.endswith("_") else None
     if name in INDEXING and place(args[0]) != CPU:
-        given = [tensor for tensor in given if tensor is args[0] or place(tensor) != CPU]
-    found = {place(tensor) for tensor in given if tensor.dim() or tensor is written or place(tensor) != CPU}
+        given = [
+            tensor for tensor in given if place(tensor) != CPU or all(tensor is not index for index in args[1])
+        ]
+    needs_all = name in ("cat", "stack") or name.startswith("_fused_")
+    found = {
+        place(tensor) for tensor in given if tensor.dim() or needs_all or tensor is written or place(tensor) != CPU
+    }
     on_gpus = found - {CPU}
     if len(found) == 2 and len(on_gpus) == 1 and is_called_by_cpp():
         for tensor in given:
@@ -143,7 +154,7 @@ class Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
         ctx.back = place(tensor), tensor.dtype
-        return move(tensor.detach(), device, dtype)
+        return move(tensor.detach(), device, dtype, copy=True)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -151,10 +162,10 @@ class Move(torch.autograd.Function):
 
 
 def move(tensor: Tensor, device: Any, dtype: torch.dtype | None = None, copy: bool = False) -> Tensor:
-    """Return a tensor on a device, and in a dtype; itself if it is so already."""
+    """Return a tensor on a device, and in a dtype; itself if it is so already, unless a copy is asked for."""
     device, dtype = with_index(device), dtype or tensor.dtype
-    if place(tensor) == device and not copy:
-        return TensorBase.to(tensor, dtype)
+    if place(tensor) == device:
+        return TensorBase.to(tensor, dtype, copy=copy)
     if tensor.requires_grad and torch.is_grad_enabled():
         return Move.apply(tensor, device, dtype)
     thread.is_moving = True
@@ -166,16 +177,19 @@ def move(tensor: Tensor, device: Any, dtype: torch.dtype | None = None, copy: bo
 
 def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Be Tensor.to(), in all its forms."""
-    names = ("device", "dtype") if args and not isinstance(args[0], torch.dtype) else ("dtype",)
     if args and isinstance(args[0], Tensor):
         args = (args[0].device, args[0].dtype, *args[1:])
-    given = dict(zip(names, args, strict=False)) | kwargs
+    elif args and isinstance(args[0], torch.dtype):
+        args = (None, *args)
+    given = dict(zip(("device", "dtype", "non_blocking", "copy"), args, strict=False)) | kwargs
     if given.get("device") is not None:
         device = with_index(given["device"])
         if device.type == "meta" or tensor.is_meta:
             return mark(TensorBase.to(tensor, CPU if device.type == "cuda" else device), device)
         tensor = move(tensor, device, given.get("dtype"), given.get("copy", False))
-    rest = {key: given[key] for key in ("dtype", "memory_format") if given.get(key) is not None}
+        del given["device"]
+        given.pop("copy", None)
+    rest = {key: value for key, value in given.items() if value is not None}
     return TensorBase.to(tensor, **rest) if rest else tensor
 
 
@@ -190,6 +204,20 @@ def gradient(tensor: Tensor) -> Tensor | None:
     """Be Tensor.grad; DDP's C++ code makes gradients views of its buckets."""
     grad = TensorBase.grad.__get__(tensor)
     return grad if grad is None or place(grad) == place(tensor) else mark(grad, place(tensor))
+
+
+def set_gradient(tensor: Tensor, grad: Tensor | None) -> None:
+    """Set Tensor.grad, which has to be on the same device."""
+    if grad is not None and place(grad) != place(tensor):
+        raise RuntimeError("assigned grad has data located on a different device")
+    TensorBase.grad.__set__(tensor, grad)
+
+
+def copy_storage(storage: torch.UntypedStorage, memo: dict[int, Any]) -> torch.UntypedStorage:
+    """Be UntypedStorage.__deepcopy__(), with the mark."""
+    copied = memo.setdefault(storage._cdata, storage.clone())
+    vars(copied).update(vars(storage))
+    return copied
 
 
 def made_on(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -207,7 +235,7 @@ class Stream:
     """A stream on which each operation ends before the next is called."""
 
     def __init__(self, device: Any = None, **options: Any) -> None:
-        self.device, self.cuda_stream = with_index("cuda" if device is None else device), 0
+        self.device = with_index("cuda" if device is None else device)
 
     def wait_event(self, event: Event) -> None:
         assert isinstance(event, Event)
@@ -261,14 +289,17 @@ class Autocast(torch.autocast):
         super().__init__("cpu" if device_type == "cuda" else device_type, dtype=dtype, **options)
 
 
-@contextlib.contextmanager
-def current(device: Any) -> Iterator[None]:
-    """Be torch.cuda.device(): make a device the current one for a while."""
-    before, thread.current = thread.current, with_index(device).index
-    try:
-        yield
-    finally:
-        thread.current = before
+class Current:
+    """torch.cuda.device(): makes a device the current one for a while."""
+
+    def __init__(self, device: Any) -> None:
+        self.before, self.index = thread.current, with_index(device).index
+
+    def __enter__(self) -> None:
+        self.before, thread.current = thread.current, self.index
+
+    def __exit__(self, *_: object) -> None:
+        thread.current = self.before
 
 
 def set_current(device: Any) -> None:
@@ -297,18 +328,23 @@ def wrapped(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-def averaged(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Add NCCL's ReduceOp.AVG, which Gloo lacks, to a collective."""
+def as_nccl(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a collective of a group of NCCL refuse CPU tensors, and know ReduceOp.AVG, which Gloo lacks."""
     signature = inspect.signature(collective)
 
     @functools.wraps(collective)
     def call(*args: Any, **options: Any) -> Any:
         given = signature.bind(*args, **options).arguments
+        tensors = [leaf for leaf in tree_leaves(list(given.values())) if isinstance(leaf, Tensor)]
+        is_nccl = backends.get(given.get("group"), backends[None]) == "nccl"
+        if is_nccl and any(place(tensor) == CPU for tensor in tensors):
+            raise RuntimeError("No backend type associated with device type cpu")
         if given.get("op") != dist.ReduceOp.AVG:
             return collective(*args, **options)
-        work = collective(**given | {"op": dist.ReduceOp.SUM, "async_op": False})
-        next(iter(given.values())).div_(dist.get_world_size(given.get("group")))
-        return work
+        work = collective(**given | {"op": dist.ReduceOp.SUM, "async_op": True})
+        work.wait()
+        tensors[0].div_(dist.get_world_size(given.get("group")))
+        return work if given.get("async_op") else None
 
     return call
 
@@ -341,7 +377,7 @@ def change_tensors() -> None:
     Tensor.is_cuda = property(lambda tensor: place(tensor).type == "cuda")
     Tensor.get_device = lambda tensor: -1 if place(tensor) == CPU else place(tensor).index
     Tensor.is_cpu = property(lambda tensor: place(tensor).type == "cpu")
-    Tensor.grad = property(gradient, TensorBase.grad.__set__, lambda tensor: TensorBase.grad.__set__(tensor, None))
+    Tensor.grad = property(gradient, set_gradient, lambda tensor: set_gradient(tensor, None))
     Tensor.to, Tensor.numpy = to, numpy
     Tensor.cpu = lambda tensor, **_: move(tensor, CPU)
     Tensor.cuda = lambda tensor, device=None, **_: move(tensor, "cuda" if device is None else device)
@@ -349,6 +385,7 @@ def change_tensors() -> None:
     Tensor.record_stream = lambda tensor, stream: None
     Tensor._make_wrapper_subclass = staticmethod(wrapped(Tensor._make_wrapper_subclass))
     CausalBias.__new__ = without_modes(lambda kind, *_: Tensor.__new__(kind))
+    torch.UntypedStorage.__deepcopy__ = copy_storage
     torch.tensor, torch.as_tensor = made_on(torch.tensor), made_on(torch.as_tensor)
     torch._C._ensureCUDADeviceGuardSet()
 
@@ -359,18 +396,16 @@ def change_torch_cuda() -> None:
     names: dict[str, Any] = {
         "_lazy_init": lambda: None,
         "is_available": lambda: count() > 0,
-        "is_initialized": lambda: True,
         "device_count": count,
         "current_device": lambda: thread.current,
         "set_device": set_current,
-        "device": current,
+        "device": Current,
         "synchronize": lambda device=None: None,
         "get_device_name": lambda device=None: "Stand-in",
         "get_device_properties": lambda device=None: SimpleNamespace(total_memory=2**30, multi_processor_count=1),
         "get_device_capability": lambda device=None: (9, 0),
         "max_memory_allocated": lambda device=None: 2**20,
         "reset_peak_memory_stats": lambda device=None: None,
-        "is_current_stream_capturing": lambda: False,
         "Stream": Stream,
         "Event": Event,
         "current_stream": Stream,
@@ -383,7 +418,7 @@ def change_torch_cuda() -> None:
     for name, value in names.items():
         setattr(torch.cuda, name, value)
     torch.cuda.nccl.version = lambda: (2, 0, 0)
-    for name in ("is_available", "device_count", "current_stream", "synchronize"):
+    for name in ("is_available", "device_count", "current_stream"):
         setattr(torch.accelerator, name, names[name])
     torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cuda") if count() else None
     torch._C._get_accelerator = lambda *_: torch.device("cuda" if count() else "cpu")
@@ -416,7 +451,6 @@ def change_replicas() -> None:
 
 def change_torch_distributed() -> None:
     """Let Gloo be NCCL, and DDP's C++ code group parameters by their device."""
-    backends: dict[Any, str | None] = {}
     connect, connect_some = dist.init_process_group, dist.new_group
 
     def init_process_group(backend: str, device_id: Any = None, **options: Any) -> None:
@@ -435,7 +469,7 @@ def change_torch_distributed() -> None:
         return torch.device("cuda", thread.current) if backends.get(group, backends[None]) == "nccl" else CPU
 
     names = {"init_process_group": init_process_group, "new_group": new_group}
-    names |= {name: averaged(getattr(dist, name)) for name in ("all_reduce", "reduce_scatter_tensor")}
+    names |= {name: as_nccl(getattr(dist, name)) for name in COLLECTIVES}
     for name, function in names.items():
         setattr(dist, name, function)
         setattr(distributed_c10d, name, function)
