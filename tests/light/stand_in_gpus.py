@@ -236,6 +236,7 @@ class Stream:
 
     def __init__(self, device: Any = None, **options: Any) -> None:
         self.device = with_index("cuda" if device is None else device)
+        self.stream_id, self.device_index, self.device_type = 0, self.device.index, 1
 
     def wait_event(self, event: Event) -> None:
         assert isinstance(event, Event)
