@@ -215,9 +215,10 @@ def set_gradient(tensor: Tensor, grad: Tensor | None) -> None:
 
 def copy_storage(storage: torch.UntypedStorage, memo: dict[int, Any]) -> torch.UntypedStorage:
     """Be UntypedStorage.__deepcopy__(), with the mark."""
-    copied = memo.setdefault(storage._cdata, storage.clone())
-    vars(copied).update(vars(storage))
-    return copied
+    if storage._cdata not in memo:
+        memo[storage._cdata] = copied = storage.clone()
+        vars(copied).update(vars(storage))
+    return memo[storage._cdata]
 
 
 def made_on(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -309,14 +310,10 @@ def set_current(device: Any) -> None:
         thread.current = with_index(device).index
 
 
-def without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let C++ code make a tensor of a subclass: from one that Devices has seen, it cannot."""
-
-    def call(*args: Any, **options: Any) -> Any:
-        with _disable_current_modes():
-            return function(*args, **options)
-
-    return call
+def new_bias(kind: type[CausalBias], *_: object) -> CausalBias:
+    """Be CausalBias.__new__(): C++ code cannot make a subclass of a tensor that Devices has seen."""
+    with _disable_current_modes():
+        return Tensor.__new__(kind)
 
 
 def wrapped(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -385,7 +382,7 @@ def change_tensors() -> None:
     Tensor.pin_memory = lambda tensor, *_: tensor
     Tensor.record_stream = lambda tensor, stream: None
     Tensor._make_wrapper_subclass = staticmethod(wrapped(Tensor._make_wrapper_subclass))
-    CausalBias.__new__ = without_modes(lambda kind, *_: Tensor.__new__(kind))
+    CausalBias.__new__ = new_bias
     torch.UntypedStorage.__deepcopy__ = copy_storage
     torch.tensor, torch.as_tensor = made_on(torch.tensor), made_on(torch.as_tensor)
     torch._C._ensureCUDADeviceGuardSet()
