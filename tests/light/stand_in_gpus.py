@@ -36,6 +36,7 @@ COLLECTIVES = (
     *("all_gather", "all_gather_into_tensor", "all_reduce", "broadcast", "reduce_scatter_tensor"),
     *("irecv", "isend", "recv", "send"),
 )
+"""Functions of torch.distributed that NCCL offers for tensors on GPUs alone."""
 INDEXING = ("index", "index_put_", "_index_put_impl_", "_unsafe_index")
 """Operators of aten whose indices may be on the CPU when their tensor is on a GPU."""
 
