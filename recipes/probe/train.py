@@ -29,13 +29,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from recipes.common.arguments import choice, non_negative_int, one_of, option, positive_int, seconds
+from recipes.common.data.workers import start_tracker
 from recipes.common.errors import UserError
 from recipes.common.options import parse
 from recipes.common.process.entry import run_main
 from recipes.common.process.node import read_master
 from recipes.common.process.parent import end_with_parent
 from recipes.common.process.ranks import Ranks, read_ranks
-from recipes.common.process.signals import Stop, handle_stop_signals
+from recipes.common.process.signals import STOP_SIGNALS, Stop, handle_stop_signals
 from recipes.common.watch.timeouts import set_horovod_timeout
 from recipes.common.world.devices import agree_on_device, choose_device
 from recipes.common.world.world import NO_PICKLE, connect
@@ -191,6 +192,7 @@ def report(world: World) -> None:
 def be_spawned(local_rank: int, args: ProbeOptions, starter: int) -> None:
     """Run one of the node's ranks, whose rank follows from node and local rank; exit with its status."""
     end_with_parent(starter)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # mp.spawn ends the others by TERM once one fails
     rank = args.node_rank * args.nproc_per_node + local_rank
     ranks = Ranks(rank, local_rank, args.nnodes * args.nproc_per_node, args.nproc_per_node)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(local_rank))  # only rank 0 prints an error
@@ -212,8 +214,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise UserError(f"--node-rank {args.node_rank} of --nnodes {args.nnodes}: node ranks count from 0")
         addr, port = read_master(args.nnodes)
         os.environ.update(MASTER_ADDR=addr, MASTER_PORT=str(port))
+        # A starter that ends before a rank has read what to run would leave that rank's traceback.
+        start_tracker()  # else mp.spawn starts it, which unblocks TERM
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        context = mp.spawn(be_spawned, (args, os.getpid()), nprocs=args.nproc_per_node, join=False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         try:
-            mp.spawn(be_spawned, (args, os.getpid()), nprocs=args.nproc_per_node)
+            while not context.join():
+                pass
         except mp.ProcessExitedException as error:
             if error.signal_name:
                 raise

@@ -16,7 +16,7 @@ from recipes.common.process.signals import STOP_SIGNALS
 from recipes.probe.train import HorovodWorld, check, show
 from scripts.launch.local import free_port
 from tests.conftest import need_horovod, need_horovod_with_mpi, need_mpi
-from tests.support import MPI_ENV, ROOT, TIMEOUT_S, Command, Ranks, run_command, wait_until
+from tests.support import MPI_ENV, ROOT, TIMEOUT_S, Command, Ranks, Result, run_command, wait_until
 
 
 def torchrun(nodes, nproc_per_node):
@@ -122,6 +122,27 @@ def test_a_signal_ends_spawned_ranks_that_wait_for_another_node(number):
     node.process.send_signal(number)
     assert node.wait(20, gone_within_s=20).status == 0
     assert node.text == f"stopped by {number.name}\n"
+
+
+STOPPED_WHILE_STARTING = """
+import multiprocessing.util as util, os, runpy, sys
+start = util.spawnv_passfds
+def start_and_be_stopped(path, words, descriptors):
+    pid = start(path, words, descriptors)
+    if "spawn_main" in str(words):
+        os.kill(os.getpid(), {number})
+    return pid
+util.spawnv_passfds = start_and_be_stopped
+sys.argv = ["probe", "--join", "spawn", "--nproc-per-node", "2"]
+runpy.run_module("recipes.probe.train", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_while_a_rank_starts_leaves_no_traceback_of_it(number):
+    code = STOPPED_WHILE_STARTING.format(number=int(number))
+    outcome = Command(sys.executable, "-c", code, **QUIET).wait(TIMEOUT_S, gone_within_s=20)
+    assert outcome == Result(0, f"stopped by {number.name}\n", "")
 
 
 def be_horovod():
