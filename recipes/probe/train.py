@@ -44,6 +44,9 @@ from recipes.common.world.world import NO_PICKLE, connect
 # A rank that fails prints its reason in one line; torch would also log how it then ends the other ranks.
 logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
 
+ENDS_STARTER = (signal.SIGINT, *STOP_SIGNALS)
+"""Signals that end a starter of ranks (--join spawn), and its ranks with it."""
+
 COLUMNS = ("rank", "local_rank", "node_rank", "world_size", "local_world_size", "host", "device", "pid")
 
 
@@ -210,15 +213,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = options(argv)
     if args.join == "spawn":
         handle_stop_signals(leave_at_once)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # at Ctrl-C, Python would wait for the ranks
         if args.node_rank >= args.nnodes:
             raise UserError(f"--node-rank {args.node_rank} of --nnodes {args.nnodes}: node ranks count from 0")
         addr, port = read_master(args.nnodes)
         os.environ.update(MASTER_ADDR=addr, MASTER_PORT=str(port))
         # A starter that ends before a rank has read what to run would leave that rank's traceback.
         start_tracker()  # else mp.spawn starts it, which unblocks TERM
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDS_STARTER)
         context = mp.spawn(be_spawned, (args, os.getpid()), nprocs=args.nproc_per_node, join=False)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS_STARTER)
         try:
             while not context.join():
                 pass

@@ -124,6 +124,16 @@ def test_a_signal_ends_spawned_ranks_that_wait_for_another_node(number):
     assert node.text == f"stopped by {number.name}\n"
 
 
+@pytest.mark.parametrize("started", [1, 2])
+def test_ctrl_c_ends_spawned_ranks_without_a_word(started):
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **QUIET}
+    words = ("--join", "spawn", "--nnodes", "2", "--node-rank", "0", "--nproc-per-node", "2")
+    node = Command(sys.executable, "-m", "recipes.probe.train", *words, **env)
+    wait_until(lambda: len(node.processes("spawn_main")) >= started, TIMEOUT_S, "ranks")
+    os.killpg(node.process.pid, signal.SIGINT)
+    assert node.wait(20, gone_within_s=20) == Result(-signal.SIGINT, "", "")
+
+
 STOPPED_WHILE_STARTING = """
 import multiprocessing.util as util, os, runpy, sys
 start = util.spawnv_passfds
