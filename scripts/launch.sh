@@ -58,6 +58,11 @@ python=$PYTHON
 if ! command -v "$python" >/dev/null; then
     refuse "there is no $python; run make setup, or set PYTHON to an interpreter that has torch"
 fi
+if [[ $python != .venv/bin/python ]]; then # an environment of the user's own
+    packages=(torch psutil)
+    if [[ -z ${SCRIPT:-} ]]; then packages+=(isal numpy tqdm); fi
+    "$python" scripts/launch/environment.py "${packages[@]}"
+fi
 
 address_space_kb=$(ulimit -v)
 if [[ $address_space_kb != unlimited ]] && ((address_space_kb < 16 * 2 ** 20)); then
