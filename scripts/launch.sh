@@ -58,7 +58,7 @@ python=$PYTHON
 if ! command -v "$python" >/dev/null; then
     refuse "there is no $python; run make setup, or set PYTHON to an interpreter that has torch"
 fi
-if [[ $python != .venv/bin/python ]]; then # an environment of the user's own
+if [[ ! ${python%/*} -ef .venv/bin ]]; then # an environment of the user's own
     packages=(torch psutil)
     if [[ -z ${SCRIPT:-} ]]; then packages+=(isal numpy tqdm); fi
     "$python" scripts/launch/environment.py "${packages[@]}"

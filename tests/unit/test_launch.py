@@ -510,7 +510,7 @@ def test_a_node_on_node_0s_machine_gives_others_an_address_that_they_reach():
 def test_a_node_gets_whole_paths_and_a_bare_address(tmp_path, address):
     """Paths of a script begin at the caller's folder, without GNU's realpath; URLs have addresses in brackets."""
     shown = '"$SCRIPT" "$WORKDIR" "$RUN_DIR" "$MASTER_ADDR"'
-    write_program(tmp_path / "python", rf"printf '%s\n' {shown}")
+    write_program(tmp_path / "python", rf"[ $1 != -m ] || printf '%s\n' {shown}")
     write_program(tmp_path / "realpath", "exit 1")
     own = {"SCRIPT": "a b/train.py", "RUN_DIR": "/runs/mine", "PYTHON": str(tmp_path / "python")}
     own |= {"MASTER_ADDR": address, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
