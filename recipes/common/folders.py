@@ -44,8 +44,29 @@ def refresh_names(folder: Path) -> None:
         Path(tempfile.mkdtemp(prefix=".refresh-", dir=folder)).rmdir()
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file that others may read meanwhile: they find all of the text, or what was there before."""
+def replace_text(path: Path, text: str, flush: bool = False) -> None:
+    """Write a file that others may read meanwhile: they find all of the text, or what was there before.
+
+    With flush, this also holds after a power cut.
+    """
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
-    temporary.write_text(text)
-    temporary.replace(path)
+    try:
+        with open(temporary, "w") as file:
+            file.write(text)
+            if flush:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def open_own(folder: Path) -> int:
+    """Open a folder; raises OSError if it is a link, is not this user's, or others can write to it."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    about = os.fstat(file)
+    if about.st_uid == os.geteuid() and not about.st_mode & 0o022:
+        return file
+    os.close(file)
+    raise OSError(errno.EPERM, f"others can write to it: make it yours, and chmod go-w {folder}")

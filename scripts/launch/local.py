@@ -19,7 +19,6 @@ import secrets
 import shutil
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from types import FrameType
 
 from recipes.common.arguments import whole_number
 from recipes.common.errors import UserError
+from recipes.common.folders import open_own
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.node import how_ended, shell_status
 from recipes.common.process.parent import end_with_parent
@@ -183,9 +183,8 @@ def keep_compiled_code() -> dict[str, str]:
     folder = Path(tempfile.gettempdir(), f"torchinductor_{os.geteuid()}")
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
-        about = folder.lstat()
-        if stat.S_ISDIR(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o022:
-            return {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
+        os.close(open_own(folder))
+        return {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
     return {}
 
 

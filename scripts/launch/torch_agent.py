@@ -25,6 +25,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.numa.binding import AffinityMode, NumaOptions
 
 from recipes.common.errors import UserError
 from recipes.common.process.node import Failure, Node, check_head, missing_nodes_error
@@ -100,7 +101,7 @@ class Agent(LocalElasticAgent):
         """Print a warning, once, if no ranks of a script have met: they may all train the same."""
         store, self.store = self.store, None
         ranks = self._worker_group.workers[0].world_size
-        if not store or ranks == 1 or not script.is_set() or STOPPED_BY or not hasattr(store, "list_keys"):
+        if not store or ranks == 1 or not script.is_set() or STOPPED_BY:
             return
         if all(key.startswith(self.own_keys) for key in store.list_keys()):
             what = f"the {ranks} ranks have not met in a process group"
@@ -153,10 +154,10 @@ def failures_of(result: RunResult) -> dict[int, Failure]:
     return {rank: Failure(failure.exitcode, failure.pid) for rank, failure in result.failures.items()}
 
 
-def choose_numa_options(node: Node, options: list[str]) -> Any:
+def choose_numa_options(node: Node, options: list[str]) -> NumaOptions | None:
     """Return options that bind each rank to the cores near its GPU (torchrun --numa-binding node), or None.
 
-    Binding needs numactl, one GPU for each rank, and a torch that supports it. If Slurm or a container
+    Binding needs numactl and one GPU for each rank. If Slurm or a container
     gives a job cores of another NUMA node than its GPU's, its rank runs unbound: --numa-binding itself would fail.
     """
     if read_option("--device", "auto", options) == "cpu" or torch.cuda.device_count() < node.nproc_per_node:
@@ -164,13 +165,7 @@ def choose_numa_options(node: Node, options: list[str]) -> Any:
     has_several = read_option("--split", "ranks", options) == "in-process"  # GPUs of one rank, in pipeline
     if has_several or not shutil.which("numactl"):
         return None
-    try:
-        from torch.numa.binding import AffinityMode, NumaOptions
-
-        return NumaOptions(affinity_mode=AffinityMode.NODE, should_fall_back_if_binding_fails=True)
-    except (ImportError, AttributeError, TypeError):
-        warn(f"torch {torch.__version__} binds no ranks to the cores near their GPUs as this launcher expects")
-        return None
+    return NumaOptions(affinity_mode=AffinityMode.NODE, should_fall_back_if_binding_fails=True)
 
 
 def worker_spec(

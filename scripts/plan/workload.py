@@ -29,7 +29,7 @@ from recipes.common.options import TEXTS, Options
 from recipes.common.seeding import choose_kernels
 from recipes.common.task import Classification
 from recipes.common.user_code import call_user_code
-from recipes.common.world.peers import Peers
+from recipes.common.world.peers import Peers, own_part
 from recipes.tensor.plans import parallelize
 from scripts.plan.cost_model import BLOCK_BYTES, Compute, Gradient, Method
 
@@ -156,11 +156,6 @@ def count_workload(args: Options, kind: Kind) -> Workload:
         return replace(count_pass(model, kind.data), whole=whole)
     finally:
         dist.destroy_process_group()
-
-
-def own_part(tensor: Tensor) -> Tensor:
-    """Return a rank's own part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def count_pass(model: nn.Module, data: Data) -> Workload:

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from scripts.launch.environment import reason_against
-from tests.support import ROOT, run_command
+from tests.support import run_command
 
 
 def test_this_one_will_do():

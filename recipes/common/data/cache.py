@@ -16,6 +16,7 @@ from pathlib import Path
 
 from recipes.common.data.stores import Store
 from recipes.common.errors import UserError
+from recipes.common.folders import open_own
 
 
 class Cache:
@@ -64,16 +65,6 @@ def is_hole(file: int, start: int) -> bool:
         return os.lseek(file, start, os.SEEK_DATA) > start
     except OSError as error:
         return error.errno == errno.ENXIO  # nothing from here to the end of the file
-
-
-def open_own(folder: Path) -> int:
-    """Open a folder; raises OSError if it is a link, is not this user's, or others can write to it."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    about = os.fstat(file)
-    if about.st_uid == os.geteuid() and not about.st_mode & 0o022:
-        return file
-    os.close(file)
-    raise OSError(errno.EPERM, f"others can write to it: make it yours, and chmod go-w {folder}")
 
 
 def open_cache(store: Store, cache_dir: Path, shards: dict[str, int]) -> Cache:

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from recipes.common.checkpoint.checkpoint import CheckpointFolder
 from recipes.common.errors import UserError, as_user_error
-from recipes.common.folders import names_in
+from recipes.common.folders import names_in, replace_text
 from recipes.common.options import Options
 from recipes.common.record.progress import Progress
 from recipes.common.record.provenance import hardware, revision, versions
@@ -248,8 +248,8 @@ class Record:
         }
         config = {**own, **config, "launches": [*config.get("launches", []), launch]}
         self._written = json.dumps(config, indent=2) + "\n"
-        _replace_text(self._config, self._written)
-        _replace_text(self._metrics, "".join(map(_json, kept)))
+        replace_text(self._config, self._written, flush=True)
+        replace_text(self._metrics, "".join(map(_json, kept)), flush=True)
         if self.args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # rank 0 alone pays for this import
 
@@ -308,7 +308,7 @@ class Record:
             if self._earlier_result:
                 os.utime(path)  # the new time shows launch files that this launch, too, has reached the end
             else:
-                _replace_text(path, _json(final, indent=2))
+                replace_text(path, _json(final, indent=2), flush=True)
         return final
 
     def print_result(self, final: dict[str, Any]) -> None:
@@ -382,20 +382,6 @@ def _without_nan(values: dict[str, Any]) -> dict[str, Any]:
 def _json(values: dict[str, Any], indent: int | None = None) -> str:
     """Return values as JSON, which lacks NaN and infinities: null, and 1e999, which is read as an infinity."""
     return re.sub(r"\bInfinity\b", "1e999", json.dumps(_without_nan(values), indent=indent)) + "\n"
-
-
-def _replace_text(path: Path, text: str) -> None:
-    """Write a file atomically: it has the new content or, even after a power cut, the old one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _now() -> str:
