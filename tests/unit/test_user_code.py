@@ -439,6 +439,7 @@ def modules(tmp_path, monkeypatch):
     }
     for name, text in texts.items():
         (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)  # another test's
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
