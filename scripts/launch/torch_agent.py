@@ -28,14 +28,16 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.numa.binding import AffinityMode, NumaOptions
 
 from recipes.common.errors import UserError
-from recipes.common.process.node import Failure, Node, check_head, missing_nodes_error
+from recipes.common.process.node import OWN_ERROR, Failure, Node, check_head, missing_nodes_error
 from recipes.common.process.open_files import STORE_CONNECTIONS, allow_open_files
 from recipes.common.process.ranks import bind_address
 from recipes.common.process.rendezvous_errors import MissingNodeError, port_taken_error
 from recipes.common.watch.notes import Notes, find_missing, run_bounded
+from recipes.common.watch.timeouts import HANG_STATUS
 from scripts.launch import script
 from scripts.launch.command import warn
 from scripts.launch.echo import listen
+from scripts.launch.other_nodes import OtherNodes
 from scripts.launch.processes import end_sessions, wait_for
 from scripts.launch.rank_processes import (
     END_SIGNAL,
@@ -43,6 +45,7 @@ from scripts.launch.rank_processes import (
     SAVING,
     STOP_GRACE_S,
     STOPPED_BY,
+    cause_of_failure,
     node_status,
     rank_command,
     send_stop_signals,
@@ -76,6 +79,7 @@ class Agent(LocalElasticAgent):
     notes = Notes(None, 1)  # of all nodes: which ranks have left
     store: TCPStore | None = None  # on node 0: the one in which ranks meet
     own_keys = ""  # how the agents' keys in it begin
+    others: OtherNodes | None = None  # those of an elastic job find out otherwise
     _stuck = StuckRanks()
     _looks_at = _warns_at = 0.0
 
@@ -95,6 +99,11 @@ class Agent(LocalElasticAgent):
             self._warns_at = self._warns_at or time.monotonic() + MEET_WITHIN_S
             if time.monotonic() > self._warns_at:
                 self._warn_if_alone()
+        if self.others and not STOPPED_BY:  # ranks that a signal stops may end one after another
+            if result.state == WorkerState.HEALTHY:
+                self.others.check()
+            elif result.is_failed() and not is_hang(failures_of(result)):
+                self.others.tell(cause_of_failure(failures_of(result)).removesuffix(OWN_ERROR))
         return result
 
     def _warn_if_alone(self) -> None:
@@ -152,6 +161,11 @@ def end_ranks(
 def failures_of(result: RunResult) -> dict[int, Failure]:
     """Return how a node's failed ranks have ended."""
     return {rank: Failure(failure.exitcode, failure.pid) for rank, failure in result.failures.items()}
+
+
+def is_hang(failures: dict[int, Failure]) -> bool:
+    """Whether ranks have ended because of a hang: those of all nodes do, once their reports are written."""
+    return any(failure.status == HANG_STATUS for failure in failures.values())
 
 
 def choose_numa_options(node: Node, options: list[str]) -> NumaOptions | None:
@@ -293,11 +307,17 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
         agent = Agent(spec, DefaultLogsSpecs(logs))
         agent.notes = Notes(PrefixStore(f"{job}/agents", store), node.nnodes)
         agent.store, agent.own_keys = (store if node.node_rank == 0 else None), f"{job}/"
+        agent.others = OtherNodes(node, PrefixStore(f"{job}/agents", store)) if node.nnodes > 1 else None
         result = agent.run()
         left = agent.ranks_that_left() | agent.ranks_that_left_elsewhere() if result.is_failed() else {}
-        status = node_status(failures_of(result) | left)
+        failures = failures_of(result)
+        if agent.others and not script.is_set():
+            failures = agent.others.excuse(failures)
+        status = node_status(failures | left)
         if result.is_failed():
             agent.release_others()
+        if agent.others:
+            agent.others.close()
         del store  # on node 0 it is the server for all nodes
         return status
     except DistError as error:

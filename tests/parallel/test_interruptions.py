@@ -474,3 +474,46 @@ def test_the_rank_with_an_error_of_its_own_is_blamed_and_not_the_one_that_lost_i
     assert all(re.fullmatch(r"error: rank 0 on \S+ lost another rank: .*", line) for line in lost)
     last = "error: node 0 ended with status 1; all nodes are stopped"
     assert (result.status, set(lines[at + 2 :])) == (1, {*lost, blamed, last})
+
+
+DOES_NOT_NOTICE = """
+import os, threading, time
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, data):
+        super().__init__(nn.Flatten(), nn.Linear(64, 10))
+        self.passes = 0
+
+    def forward(self, x):
+        self.passes += self.training
+        if self.passes == 10:
+            if os.environ["RANK"] == "1":
+                os._exit(5)
+            THEN
+        return super().forward(x)
+"""
+NOTICED = "error: node 1 failed: rank 1 (pid PID on HOST) ended with status 5"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("then", "said"),
+    [
+        ("threading.Event().wait()", f"{NOTICED}; the ranks of this node have not noticed, and are ended"),
+        ("time.sleep(2); os.abort()", NOTICED),
+    ],
+)
+def test_a_failure_on_another_node_ends_ranks_that_do_not_notice_it(tmp_path, then, said):
+    """On GPUs, a rank waits in the driver, until NCCL aborts it or for ever, as this one does."""
+    (tmp_path / "mine.py").write_text(DOES_NOT_NOTICE.replace("THEN", then))
+    words = words_for(tmp_path, "mine", "--model", "mine:Net")
+    place = {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place |= {"PYTHON": sys.executable, "PYTHONPATH": str(tmp_path), "GLOO_SOCKET_IFNAME": "lo"}
+    head, other = (Command("scripts/launch.sh", "ddp", *words, NODE_RANK=rank, **place) for rank in "01")
+    assert other.wait().status == 5
+    result = head.wait()
+    place = re.escape(said).replace("PID", r"\d+").replace("HOST", r"\S+")
+    assert result.status == 1
+    assert [line for line in result.errors if re.fullmatch(place, line)], result.stderr
+    assert "SIGABRT" not in result.stderr

@@ -127,6 +127,10 @@ def missing_nodes_error(node: Node, missing: Sequence[int]) -> MissingNodeError:
     )
 
 
+OWN_ERROR = "; its own error is above"
+"""End of cause_of() where a rank has printed why it ended."""
+
+
 class Failure(NamedTuple):
     """How a process has ended: its exit status, or -n for signal n."""
 
@@ -206,5 +210,5 @@ def cause_of(failures: dict[int, Failure]) -> str:
     """Return which of a node's failed ranks is to blame, and how it ended."""
     rank = culprit_of(failures)
     status, pid = failures[rank]
-    hint = "" if status < 0 else "; its own error is above"
+    hint = "" if status < 0 else OWN_ERROR
     return f"rank {rank} (pid {pid} on {socket.gethostname()}) {how_ended(status)}{hint}"
