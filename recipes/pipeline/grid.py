@@ -130,7 +130,8 @@ class Grid(World):
         nothing = ((torch.empty(len(i), 0), target.zeros(len(i), self.device)) for i in filled)
         for inputs, targets in split.batches(filled, epoch) if self.stage == 0 else nothing:
             targets = targets.to(self.device).contiguous()
-            # Pipeline: only a replica's first stage reads data; it broadcasts the targets, 8 bytes per label.
+            # Pipeline: only a replica's first stage reads data; it broadcasts the targets, 8 bytes per label. NCCL
+            # needs a first operation of the whole group before stages send activations to one another.
             with self.watch("labels"):
                 dist.broadcast(targets, group=self.mesh.get_group("pp"), group_src=0)
             yield inputs, targets

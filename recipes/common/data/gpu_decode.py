@@ -129,7 +129,8 @@ class BatchDecoder:
         result = torch.zeros(len(rows), size, size, 3, dtype=torch.uint8, device=device)
         for i, (index, is_flipped, box) in enumerate(rows):
             if i not in jpegs:
-                result[i] = contents[i].view(size, size, 3)
+                # An assignment would wait for all work that is queued on the GPU.
+                result[i].copy_(contents[i].view(size, size, 3), non_blocking=True)
                 continue
             pixels = decoded[i]
             try:
