@@ -36,7 +36,7 @@ from recipes.common.process.entry import run_main
 from recipes.common.process.node import read_master
 from recipes.common.process.parent import end_with_parent
 from recipes.common.process.ranks import Ranks, read_ranks
-from recipes.common.process.signals import STOP_SIGNALS, Stop, handle_stop_signals
+from recipes.common.process.signals import STOP_SIGNALS, Stop, blocked, handle_stop_signals
 from recipes.common.watch.timeouts import set_horovod_timeout
 from recipes.common.world.devices import agree_on_device, choose_device
 from recipes.common.world.world import NO_PICKLE, connect
@@ -203,7 +203,12 @@ def be_spawned(local_rank: int, args: ProbeOptions, starter: int) -> None:
 
 
 def leave_at_once(number: int, frame: FrameType | None) -> NoReturn:
-    """End this starter at a stop signal, and its ranks with it: there is nothing to save."""
+    """End this starter at a signal, and its ranks with it: there is nothing to save."""
+    for rank in mp.active_children():
+        rank.kill()
+    if number == signal.SIGINT:
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
     print(f"stopped by {signal.Signals(number).name}", flush=True)
     os._exit(0)
 
@@ -213,16 +218,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = options(argv)
     if args.join == "spawn":
         handle_stop_signals(leave_at_once)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # at Ctrl-C, Python would wait for the ranks
+        signal.signal(signal.SIGINT, leave_at_once)  # by itself, Python would wait for the ranks
         if args.node_rank >= args.nnodes:
             raise UserError(f"--node-rank {args.node_rank} of --nnodes {args.nnodes}: node ranks count from 0")
         addr, port = read_master(args.nnodes)
         os.environ.update(MASTER_ADDR=addr, MASTER_PORT=str(port))
         # A starter that ends before a rank has read what to run would leave that rank's traceback.
         start_tracker()  # else mp.spawn starts it, which unblocks TERM
-        signal.pthread_sigmask(signal.SIG_BLOCK, ENDS_STARTER)
-        context = mp.spawn(be_spawned, (args, os.getpid()), nprocs=args.nproc_per_node, join=False)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDS_STARTER)
+        with blocked(*ENDS_STARTER):
+            context = mp.spawn(be_spawned, (args, os.getpid()), nprocs=args.nproc_per_node, join=False)
         try:
             while not context.join():
                 pass

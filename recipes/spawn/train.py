@@ -92,8 +92,11 @@ def begin_rank(local_rank: int, args: SpawnOptions, node: Node, starter: int, ha
 
 
 def start_ranks(args: SpawnOptions, node: Node, has_met: Event) -> mp.ProcessContext:
-    """Start this node's ranks with the stop signals blocked; a rank unblocks them once it handles them."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    """Start this node's ranks with the stop signals blocked; a rank unblocks them once it handles them.
+
+    SIGINT is blocked, too: a starter that ends before a rank has read what to run would leave its traceback.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGINT))
     # Spawn: each rank is a new interpreter that imports this module and torch before it calls begin_rank. fork
     # would avoid that, but CUDA and OpenMP do not survive it. join=False, because mp.spawn's join() sends the
     # other ranks TERM after a failure, which they take for "write a checkpoint", and KILL 30 s later.
@@ -152,6 +155,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     has_met = mp.get_context("spawn").Event()
     context = start_ranks(args, node, has_met)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         statuses = wait_for_ranks(context, has_met)
     finally:
         for process in context.processes:

@@ -131,7 +131,7 @@ def test_ctrl_c_ends_spawned_ranks_without_a_word(started):
     node = Command(sys.executable, "-m", "recipes.probe.train", *words, **env)
     wait_until(lambda: len(node.processes("spawn_main")) >= started, TIMEOUT_S, "ranks")
     os.killpg(node.process.pid, signal.SIGINT)
-    assert node.wait(20, gone_within_s=20) == Result(-signal.SIGINT, "", "")
+    assert node.wait(20) == Result(-signal.SIGINT, "", "")
 
 
 STOPPED_WHILE_STARTING = """
@@ -143,15 +143,21 @@ def start_and_be_stopped(path, words, descriptors):
         os.kill(os.getpid(), {number})
     return pid
 util.spawnv_passfds = start_and_be_stopped
-sys.argv = ["probe", "--join", "spawn", "--nproc-per-node", "2"]
-runpy.run_module("recipes.probe.train", run_name="__main__", alter_sys=True)
+sys.argv = [{module!r}, *{words}]
+runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
 """
+
+
+def signalled_while_starting(number, module, *words):
+    """Return the command of a starter that gets a signal as each of its ranks has just been started."""
+    code = STOPPED_WHILE_STARTING.format(number=int(number), module=module, words=words)
+    return Command(sys.executable, "-c", code, **QUIET)
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_while_a_rank_starts_leaves_no_traceback_of_it(number):
-    code = STOPPED_WHILE_STARTING.format(number=int(number))
-    outcome = Command(sys.executable, "-c", code, **QUIET).wait(TIMEOUT_S, gone_within_s=20)
+    words = ("--join", "spawn", "--nproc-per-node", "2")
+    outcome = signalled_while_starting(number, "recipes.probe.train", *words).wait()
     assert outcome == Result(0, f"stopped by {number.name}\n", "")
 
 

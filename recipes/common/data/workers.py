@@ -36,7 +36,7 @@ from recipes.common.data.splits import Batch, Split
 from recipes.common.errors import UserError
 from recipes.common.options import Options
 from recipes.common.process.open_files import WORKER_FILES, allow_open_files
-from recipes.common.process.signals import STOP_SIGNALS
+from recipes.common.process.signals import STOP_SIGNALS, blocked
 from recipes.common.process.sockets import choose_socket_folder
 
 MAX_WARNINGS = 10
@@ -52,22 +52,12 @@ class WorkerError(UserError):
         super().__init__(message, on_one_rank=True)
 
 
-@contextlib.contextmanager
-def _blocked(*numbers: signal.Signals) -> Iterator[None]:
-    """Block signals here and in processes started here, then restore the mask (the tracker unblocks TERM)."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def start_tracker() -> None:
     """Start multiprocessing's resource tracker, which removes what killed processes leave behind, and protect it.
 
     Slurm may send the stop signals to every process of a job, and the launcher ends a rank by USR2 to its group.
     """
-    with _blocked(*STOP_SIGNALS, signal.SIGUSR2):
+    with blocked(*STOP_SIGNALS, signal.SIGUSR2):
         resource_tracker.ensure_running()
 
 
@@ -80,7 +70,7 @@ def start_server() -> BaseContext:
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")
     start_tracker()
     choose_socket_folder()
-    with _blocked(*STOP_SIGNALS):  # the workers that it starts inherit this
+    with blocked(*STOP_SIGNALS, signal.SIGINT):  # the workers that it starts inherit this, and end with the rank
         forkserver.ensure_running()
     # At the rank's exit, this runs before multiprocessing sends TERM to the workers, which block it, and waits.
     util.Finalize(None, _kill_all, exitpriority=100)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from recipes.common.errors import UserError
@@ -22,6 +23,16 @@ def handle_stop_signals(handler: Callable[[int, FrameType | None], object]) -> N
     for number in STOP_SIGNALS:
         signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+@contextlib.contextmanager
+def blocked(*numbers: signal.Signals) -> Iterator[None]:
+    """Block signals here and in processes started here, then restore the mask (the tracker unblocks TERM)."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Stop:
