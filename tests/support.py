@@ -587,3 +587,23 @@ def end_all() -> None:
     """End every process that a failed test has left behind."""
     for job in [*Ranks.alive, *Command.alive]:
         job.kill()
+
+
+SIGNALLED = """
+import multiprocessing.util as util, os, runpy, sys
+start = util.spawnv_passfds
+def start_and_signal(path, words, descriptors):
+    pid = start(path, words, descriptors)
+    if {child!r} in str(words):
+        {send}
+    return pid
+util.spawnv_passfds = start_and_signal
+sys.argv = [{module!r}, *{words}]
+runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
+"""
+
+
+def start_and_signal(child: str, send: str, module: str, *words: str) -> Command:
+    """Start a module that executes `send` as soon as multiprocessing has started one of these child processes."""
+    code = SIGNALLED.format(child=child, send=send, module=module, words=words)
+    return Command(sys.executable, "-c", code, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")

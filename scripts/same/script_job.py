@@ -10,10 +10,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 
 from recipes.common.errors import UserError
 from recipes.common.process.parent import end_with_parent
+from recipes.common.process.signals import blocked
 from recipes.common.process.sockets import choose_socket_folder
 from scripts.launch.command import ROOT, warn
 from scripts.launch.local import free_port, node_environment, visible_gpus
@@ -56,6 +58,8 @@ def run(
         command = [*own, "-m", "scripts.same.observe", *words]
         return [run_launcher(command, env, folder, timeout_s)]
     choose_socket_folder()
+    with blocked(signal.SIGINT):  # the server ignores Ctrl-C only once it has imported torch
+        forkserver.ensure_running()
     processes = [CONTEXT.Process(target=run_rank, args=(words, env, rank)) for rank in range(world_size)]
     try:
         with interrupt_later():  # else Ctrl-C would leave a process whose pid is not known yet
@@ -77,13 +81,14 @@ def interrupt_later() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if received:
-        raise KeyboardInterrupt
+        if received:
+            raise KeyboardInterrupt
 
 
 def run_rank(words: Sequence[str], env: Mapping[str, str], rank: int) -> None:
     """Act as a rank: set its variables, and run the script."""
     end_with_parent()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     multiprocessing.set_start_method(None, force=True)  # the script may choose one for its workers
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
     os.chdir(os.environ.pop("WORKDIR", "") or ".")

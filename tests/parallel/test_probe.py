@@ -16,7 +16,17 @@ from recipes.common.process.signals import STOP_SIGNALS
 from recipes.probe.train import HorovodWorld, check, show
 from scripts.launch.local import free_port
 from tests.conftest import need_horovod, need_horovod_with_mpi, need_mpi
-from tests.support import MPI_ENV, ROOT, TIMEOUT_S, Command, Ranks, Result, run_command, wait_until
+from tests.support import (
+    MPI_ENV,
+    ROOT,
+    TIMEOUT_S,
+    Command,
+    Ranks,
+    Result,
+    run_command,
+    start_and_signal,
+    wait_until,
+)
 
 
 def torchrun(nodes, nproc_per_node):
@@ -134,31 +144,11 @@ def test_ctrl_c_ends_spawned_ranks_without_a_word(started):
     assert node.wait(20) == Result(-signal.SIGINT, "", "")
 
 
-STOPPED_WHILE_STARTING = """
-import multiprocessing.util as util, os, runpy, sys
-start = util.spawnv_passfds
-def start_and_be_stopped(path, words, descriptors):
-    pid = start(path, words, descriptors)
-    if "spawn_main" in str(words):
-        os.kill(os.getpid(), {number})
-    return pid
-util.spawnv_passfds = start_and_be_stopped
-sys.argv = [{module!r}, *{words}]
-runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
-"""
-
-
-def signalled_while_starting(number, module, *words):
-    """Return the command of a starter that gets a signal as each of its ranks has just been started."""
-    code = STOPPED_WHILE_STARTING.format(number=int(number), module=module, words=words)
-    return Command(sys.executable, "-c", code, **QUIET)
-
-
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_while_a_rank_starts_leaves_no_traceback_of_it(number):
     words = ("--join", "spawn", "--nproc-per-node", "2")
-    outcome = signalled_while_starting(number, "recipes.probe.train", *words).wait()
-    assert outcome == Result(0, f"stopped by {number.name}\n", "")
+    outcome = start_and_signal("spawn_main", f"os.kill(os.getpid(), {int(number)})", "recipes.probe.train", *words)
+    assert outcome.wait() == Result(0, f"stopped by {number.name}\n", "")
 
 
 def be_horovod():

@@ -11,9 +11,17 @@ import pytest
 from recipes.spawn import train as spawn
 from scripts.launch.local import free_port
 from tests.conftest import refused
-from tests.parallel.test_probe import signalled_while_starting
 from tests.parallel.test_scratch import STEPS
-from tests.support import TIMEOUT_S, Command, Result, assert_same_run, wait_until, weights, words_for
+from tests.support import (
+    TIMEOUT_S,
+    Command,
+    Result,
+    assert_same_run,
+    start_and_signal,
+    wait_until,
+    weights,
+    words_for,
+)
 
 
 def start(folder, nnodes, nproc_per_node, *argv):
@@ -108,8 +116,8 @@ def test_a_killed_starter_takes_its_ranks_along(tmp_path):
 
 def test_ctrl_c_while_ranks_start_leaves_no_traceback_of_them(tmp_path):
     words = words_for(tmp_path, "run", "--nproc-per-node", "2")
-    outcome = signalled_while_starting(signal.SIGINT, "recipes.spawn.train", *words).wait()
-    assert outcome == Result(-signal.SIGINT, "", "")
+    job = start_and_signal("spawn_main", "os.kill(os.getpid(), 2)", "recipes.spawn.train", *words)
+    assert job.wait() == Result(-signal.SIGINT, "", "")
 
 
 @pytest.mark.slow

@@ -304,10 +304,11 @@ def test_the_fork_server_starts_whatever_the_length_of_tmpdir(monkeypatch, tmp_p
     """The path of a socket has at most 107 bytes."""
     calls = []
     monkeypatch.setattr(script_job, "choose_socket_folder", lambda: calls.append("folder"))
+    monkeypatch.setattr(script_job.forkserver, "ensure_running", lambda: calls.append("server"))
     monkeypatch.setattr(script_job.CONTEXT, "Process", lambda **_: calls.append("process") or Mock())
     monkeypatch.setattr(script_job, "wait", lambda *_: [0])
     assert script_job.run(["train.py"], "", 1, tmp_path / "run", 60.0) == [0]
-    assert calls == ["folder", "process"]
+    assert calls == ["folder", "server", "process"]
 
 
 def test_ctrl_c_while_a_rank_is_started_ends_it(monkeypatch, tmp_path):
@@ -330,6 +331,7 @@ def test_ctrl_c_while_a_rank_is_started_ends_it(monkeypatch, tmp_path):
             running.remove(self.rank)
 
     monkeypatch.setattr(script_job.CONTEXT, "Process", Process)
+    monkeypatch.setattr(script_job.forkserver, "ensure_running", lambda: None)
     with pytest.raises(KeyboardInterrupt):
         script_job.run(["train.py"], "", 2, tmp_path / "run", 60.0)
     assert not running

@@ -15,7 +15,7 @@ from scripts.same.causes import NOTES
 from scripts.same.recorded_run import load
 from tests.conftest import require
 from tests.same.bugs import BUGS, NO_BUGS, PADDED, RESUME, RESUME_BUGS, RIGHT, SHARE, UNWRAPPED, plant
-from tests.support import ROOT, Command, wait_until, write_program
+from tests.support import ROOT, Command, Result, start_and_signal, wait_until, write_program
 
 pytestmark = pytest.mark.slow
 CHECKPOINT = ("--checkpoint", "{run_dir}/c.pt")
@@ -263,3 +263,10 @@ def test_ctrl_c_leaves_no_rank_and_no_file_behind(tmp_path):
     result = command.wait()
     assert (result.status, result.stdout + result.stderr) == (130, "")
     assert list(folder.glob("cluster-recipes-*")) == []
+
+
+def test_ctrl_c_while_the_fork_server_starts_leaves_no_traceback(tmp_path):
+    (tmp_path / "script.py").touch()
+    words = (str(tmp_path / "script.py"), "--global-batch", "48", "--", "--batch-size", "{local_batch}")
+    result = start_and_signal("forkserver", "os.killpg(0, 2)", "scripts.same", *words).wait()
+    assert result == Result(130, "", "")
