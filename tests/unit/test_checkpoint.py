@@ -2,12 +2,14 @@
 
 import copy
 import errno
+import functools
 import io
 import json
 import math
 import os
 import pickle
 import random
+import signal
 import stat
 import struct
 import threading
@@ -32,6 +34,7 @@ from recipes.common.checkpoint.checkpoint import (
 from recipes.common.checkpoint.reading import (
     BadCheckpointError,
     check_options,
+    check_shards,
     checksum_of,
     read_checkpoint,
     read_newest,
@@ -42,7 +45,7 @@ from recipes.common.restore import position_of
 from recipes.common.world.tree import map_tree
 from recipes.single.train import options
 from tests.conftest import refused
-from tests.support import is_equal, newest_checkpoint, train
+from tests.support import Ranks, is_equal, newest_checkpoint, train
 
 ARGS = options([])
 FIX = "fix this, then add --resume auto"
@@ -69,6 +72,31 @@ def folder(tmp_path):
     for step in (10, 20, 30):
         checkpoints.write(content(step))
     return checkpoints
+
+
+def hang_in(read, *arguments):
+    """Call a function that reads, as on a disk that does not answer."""
+
+    def hang(*arguments, **options):
+        print("reads", flush=True)
+        threading.Event().wait()
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    reading.checksum_of = torch.load = hang
+    read(*arguments)
+
+
+@pytest.mark.parametrize("kind", ["one file", "shards"])
+def test_ctrl_c_does_not_wait_for_what_is_read(tmp_path, kind):
+    path = tmp_path / "step-000000010-00000-00000000.shard"
+    path.touch()
+    entries = [{"name": path.name, "size": 0}] * 9
+    read = (read_checkpoint, path) if kind == "one file" else (check_shards, path, entries)
+    job = Ranks("single", [], 1, tmp_path / "out", setup=functools.partial(hang_in, *read))
+    job.wait_for_text("reads")
+    job.send(signal.SIGINT)
+    outcome = job.wait(20)
+    assert (outcome.statuses, "KeyboardInterrupt" in outcome.text) == ([1], True)
 
 
 def test_what_is_written_is_read(folder):

@@ -9,9 +9,11 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -95,9 +97,9 @@ def read_checkpoint(path: Path, check: ShardCheck | None = None) -> dict[str, An
     """
     if is_special(path):
         raise BadCheckpointError(NO_FILE)
-    with ThreadPoolExecutor(2) as pool:  # at the same time: both wait for the disk
-        checking = pool.submit(_check_bytes, path)
-        loading = pool.submit(torch.load, path, map_location="cpu", weights_only=True)
+    load = partial(torch.load, path, map_location="cpu", weights_only=True)
+    checking, loading = _begin([partial(_check_bytes, path), load], 2)  # at the same time: both wait for the disk
+    wait([checking, loading])
     try:
         checking.result()  # first: a wrong checksum is the reason for whatever torch has raised
         content = loading.result()
@@ -118,6 +120,24 @@ def read_checkpoint(path: Path, check: ShardCheck | None = None) -> dict[str, An
             raise BadCheckpointError("it does not say which shard files it has") from None
         content["shards"]["folder"] = str(path.parent)
     return content
+
+
+def _begin(actions: Sequence[Callable[[], Any]], threads: int) -> list[Future[Any]]:
+    """Begin actions in order, one in each thread at a time; at Ctrl-C, the threads of a pool would read on."""
+    begun = [(Future[Any](), action) for action in actions]
+    waiting = iter(begun)  # each thread takes the next one
+
+    def work() -> None:
+        for future, action in waiting:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(action())
+                except BaseException as error:
+                    future.set_exception(error)
+
+    for _ in range(min(threads, len(actions))):
+        threading.Thread(target=work, daemon=True).start()
+    return [future for future, _ in begun]
 
 
 def is_weights_alone(content: Any) -> bool:
@@ -150,8 +170,13 @@ def check_shards(path: Path, files: list[dict[str, Any]]) -> None:
         if not is_whole or checksum != entry["crc32"]:
             raise BadCheckpointError(f"its shard file {name} is truncated or damaged (wrong checksum)")
 
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(check, files))
+    checks = _begin([partial(check, entry) for entry in files], 4)
+    try:
+        for done in checks:
+            done.result()
+    finally:
+        for done in checks:
+            done.cancel()
 
 
 def _read_error(path: Path, error: BaseException) -> UserError:
