@@ -47,6 +47,7 @@ from scripts.launch.command import (
     parse,
 )
 from scripts.launch.local import visible_gpus
+from scripts.launch.processes import run_in_foreground
 from scripts.launch.recipe_options import read_option
 from slurm.sweep import grid_points, point_argv, report
 from slurm.training import SIGNAL, Run
@@ -406,7 +407,7 @@ def train_here(args: Namespace, folder: Path, runs: list[Run]) -> int:
     commands = [[*launcher, *[f"--name={run.folder.name}"] * bool(run.script), "--", *run.argv] for run in runs]
     if not args.sweep:
         os.execv(launcher[0], commands[0])
-    statuses = [subprocess.run(command).returncode for command in commands]
+    statuses = [run_in_foreground(command) for command in commands]
     report(runs, statuses)
     return max(map(shell_status, statuses))
 

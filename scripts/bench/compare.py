@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -34,6 +33,7 @@ from scripts.launch.command import (
     parse,
 )
 from scripts.launch.local import assign_gpus
+from scripts.launch.processes import run_in_foreground
 from scripts.launch.runs import differences, read_losses, read_metrics
 from scripts.launch.tables import Column, table
 
@@ -182,7 +182,7 @@ def main(argv: list[str]) -> int:
         else:
             command += [f"--nodes={args.nodes}", f"--nproc-per-node={args.nproc_per_node}"]
         command += ["--", "--runs-dir", str(folder), "--name", recipe, *args.options]
-        status = subprocess.run(command, cwd=ROOT, env=env).returncode
+        status = run_in_foreground(command, cwd=ROOT, env=env)
         if status:
             print(f"error: {recipe} ended with status {status}; its record is in {folder}", file=sys.stderr)
             return USAGE_STATUS if status == USAGE_STATUS else 1

@@ -18,13 +18,11 @@ from typing import IO, Any
 from scripts.lab.network import Network
 from scripts.launch.command import ROOT
 from scripts.launch.cores import count_cores
+from scripts.launch.processes import INTERRUPT_GRACE_S
 from scripts.launch.runs import read_losses, read_metrics
 
 TIMEOUT_S = 600.0
 """Time limit of a contender."""
-
-INTERRUPT_GRACE_S = 30
-"""How long a command may take to end after SIGINT."""
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,6 +18,9 @@ from recipes.common.process.node import shell_status
 from recipes.common.process.parent import LAUNCHER_PID, end_with_parent
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch.command import ROOT
+
+INTERRUPT_GRACE_S = 30.0
+"""How long a command may take to end after Ctrl-C."""
 
 FAILURE_GRACE_S = 5.0
 """How long the other processes may run after one has failed: they notice the failure by themselves."""
@@ -48,6 +52,22 @@ def start_process(command: Sequence[str], environment: Mapping[str, str], **stre
         stdin=subprocess.DEVNULL,
         **streams,
     )
+
+
+def run_in_foreground(command: Sequence[str], **how: Any) -> int:
+    """Run a command that gets Ctrl-C as this process does, and gets it when this process ends; return its status.
+
+    At Ctrl-C, subprocess.run() would kill a launcher after 0.25 s, before it has ended its ranks and said so.
+    """
+    process = subprocess.Popen(command, preexec_fn=partial(end_with_parent, number=signal.SIGINT), **how)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(INTERRUPT_GRACE_S)
+        raise
+    finally:
+        process.kill()
 
 
 def rank_environment(node_rank: int, nnodes: int, nproc_per_node: int, local_rank: int = 0) -> dict[str, str]:

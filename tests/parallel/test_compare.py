@@ -2,7 +2,6 @@
 
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 
@@ -113,10 +112,10 @@ def test_a_recipe_gets_a_process_for_each_gpu_as_in_make_run(words, processes, g
     def run(command, env, **_):
         commands.append(command)
         assert env["CUDA_VISIBLE_DEVICES"] == gpus
-        return SimpleNamespace(returncode=1)
+        return 1
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    monkeypatch.setattr(compare.subprocess, "run", run)
+    monkeypatch.setattr(compare, "run_in_foreground", run)
     monkeypatch.setattr(compare, "next_folder", lambda kind: tmp_path)
     assert compare.main(["ddp", *words]) == 1
     assert f"--nproc-per-node={processes}" in commands[0]
@@ -130,10 +129,10 @@ def test_dataparallel_gets_as_many_gpus_as_the_others_together(tmp_path, monkeyp
         seen.append(env["CUDA_VISIBLE_DEVICES"])
         (tmp_path / "ddp").mkdir(exist_ok=True)
         (tmp_path / "ddp" / "result.json").touch()
-        return SimpleNamespace(returncode=len(seen) - 1)
+        return len(seen) - 1
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    monkeypatch.setattr(compare.subprocess, "run", run)
+    monkeypatch.setattr(compare, "run_in_foreground", run)
     monkeypatch.setattr(compare, "next_folder", lambda kind: tmp_path)
     assert compare.main(["ddp", "dataparallel", "--nodes", "2", "--nproc-per-node", "1"]) == 1
     assert seen == ["4,5,6,7", "4,5"]
@@ -141,7 +140,7 @@ def test_dataparallel_gets_as_many_gpus_as_the_others_together(tmp_path, monkeyp
 
 def test_a_run_that_a_signal_has_stopped_ends_the_comparison(tmp_path, monkeypatch, capsys):
     """Its launcher ends with status 0, and there is no result."""
-    monkeypatch.setattr(compare.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0))
+    monkeypatch.setattr(compare, "run_in_foreground", lambda *_, **__: 0)
     monkeypatch.setattr(compare, "next_folder", lambda kind: tmp_path)
     assert compare.main(["single", "ddp"]) == 1
     what = f"error: single was stopped before its end; its record is in {tmp_path}, compare again\n"

@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -22,8 +23,10 @@ from torch import nn
 from scripts.launch.local import free_port
 from tests.conftest import slow
 from tests.support import (
+    TIMEOUT_S,
     Command,
     Interrupt,
+    Result,
     accuracies,
     assert_same_run,
     contents,
@@ -474,6 +477,19 @@ def test_the_rank_with_an_error_of_its_own_is_blamed_and_not_the_one_that_lost_i
     assert all(re.fullmatch(r"error: rank 0 on \S+ lost another rank: .*", line) for line in lost)
     last = "error: node 0 ended with status 1; all nodes are stopped"
     assert (result.status, set(lines[at + 2 :])) == (1, {*lost, blamed, last})
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_a_checkpoint_is_read_ends_a_rank_at_once(tmp_path):
+    big = tmp_path / "big.pt"
+    with big.open("wb") as file:
+        file.truncate(400 << 30)  # a minute or more to read, and no space on the disk
+    words = words_for(tmp_path, "run", "--start-from", str(big))
+    job = Command(sys.executable, "-m", "recipes.single.train", *words)
+    open_files = psutil.Process(job.process.pid).open_files
+    wait_until(lambda: any(file.path == str(big) for file in open_files()), TIMEOUT_S, "reading")
+    os.killpg(job.process.pid, signal.SIGINT)
+    assert job.wait(10) == Result(-signal.SIGINT, "", "")
 
 
 DOES_NOT_NOTICE = """

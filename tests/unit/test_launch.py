@@ -26,7 +26,7 @@ from scripts.launch import agent, echo, local, processes, rank_processes, script
 from scripts.launch.command import command
 from tests import support
 from tests.conftest import need_horovod, refused
-from tests.support import ROOT, has_ended, run_command, wait_until, write_program
+from tests.support import ROOT, Command, has_ended, run_command, wait_until, write_program
 
 
 @pytest.mark.parametrize(
@@ -897,3 +897,35 @@ def test_what_has_passed_with_the_same_file_is_left_out(tmp_path):
     assert passed[0] == {"test_figures_by_hand"}
     assert passed[1]
     assert not passed[0] & passed[1]
+
+
+IN_FOREGROUND = """
+import signal, subprocess, sys, time
+from scripts.launch.processes import run_in_foreground
+child = '''
+import os, signal, sys, time
+def end(number, frame):
+    time.sleep(1)  # subprocess.run() waits for 0.25 s
+    os.write(1, b"ended")
+    sys.exit()
+signal.signal(signal.SIGINT, end)
+os.write(1, b"started, ")
+time.sleep(60)
+'''
+try:
+    run_in_foreground([sys.executable, "-c", child])
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_a_command_has_time_to_end_after_ctrl_c_or_its_parents_end(number, status):
+    job = Command(sys.executable, "-c", IN_FOREGROUND)
+    wait_until(lambda: job.text == "started, ", 20, lambda: job.text)
+    if number == signal.SIGINT:
+        os.killpg(job.process.pid, number)
+    else:
+        job.process.send_signal(number)
+    assert job.wait().status == status
+    assert job.text == "started, ended"

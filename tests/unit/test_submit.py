@@ -455,7 +455,7 @@ def test_the_table_of_a_scripts_sweep_has_the_numbers_of_its_result(tmp_path, ca
 
 def test_a_local_sweep_whose_launcher_was_killed_has_failed(tmp_path, monkeypatch):
     killed = iter([-9, 0])
-    monkeypatch.setattr(submit.subprocess, "run", lambda _: argparse.Namespace(returncode=next(killed)))
+    monkeypatch.setattr(submit, "run_in_foreground", lambda _: next(killed))
     args = submit.parse_args(["ddp", "--local", "--sweep", "lr=0.1,0.2"])
     runs = [Run("ddp", [], tmp_path, point) for point in submit.grid_points(args.sweep)]
     assert submit.train_here(args, tmp_path, runs) == 137

@@ -98,7 +98,7 @@ def read_checkpoint(path: Path, check: ShardCheck | None = None) -> dict[str, An
     if is_special(path):
         raise BadCheckpointError(NO_FILE)
     load = partial(torch.load, path, map_location="cpu", weights_only=True)
-    checking, loading = _begin([partial(_check_bytes, path), load], 2)  # at the same time: both wait for the disk
+    checking, loading = begin([partial(_check_bytes, path), load], 2)  # at the same time: both wait for the disk
     wait([checking, loading])
     try:
         checking.result()  # first: a wrong checksum is the reason for whatever torch has raised
@@ -122,8 +122,8 @@ def read_checkpoint(path: Path, check: ShardCheck | None = None) -> dict[str, An
     return content
 
 
-def _begin(actions: Sequence[Callable[[], Any]], threads: int) -> list[Future[Any]]:
-    """Begin actions in order, one in each thread at a time; at Ctrl-C, the threads of a pool would read on."""
+def begin(actions: Sequence[Callable[[], Any]], threads: int) -> list[Future[Any]]:
+    """Begin actions in order, in daemon threads: at Ctrl-C, Python would wait for those of a pool."""
     begun = [(Future[Any](), action) for action in actions]
     waiting = iter(begun)  # each thread takes the next one
 
@@ -170,7 +170,7 @@ def check_shards(path: Path, files: list[dict[str, Any]]) -> None:
         if not is_whole or checksum != entry["crc32"]:
             raise BadCheckpointError(f"its shard file {name} is truncated or damaged (wrong checksum)")
 
-    checks = _begin([partial(check, entry) for entry in files], 4)
+    checks = begin([partial(check, entry) for entry in files], 4)
     try:
         for done in checks:
             done.result()

@@ -19,7 +19,8 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +30,7 @@ from isal import isal_zlib
 from torch import Tensor
 
 from recipes.common.checkpoint.checkpoint import CheckpointFolder, reason_of, sync_folder
-from recipes.common.checkpoint.reading import BadCheckpointError, ShardCheck, check_shards
+from recipes.common.checkpoint.reading import BadCheckpointError, ShardCheck, begin, check_shards
 from recipes.common.errors import UserError
 from recipes.common.folders import names_in, refresh_names
 from recipes.common.world.agreement import raise_first
@@ -158,7 +159,7 @@ def share_checks(action: Callable[[ShardCheck], T], peers: Peers, timeout_s: flo
                 raise UserError(text) if is_unread else BadCheckpointError(text)
 
     if peers.rank == 0:
-        done = ThreadPoolExecutor(1).submit(action, check)
+        [done] = begin([partial(action, check)], 1)
         done.add_done_callback(lambda _: tasks.put(None))
     end = time.monotonic() + allowed_s
     request: Any = ()
