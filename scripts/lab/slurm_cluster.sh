@@ -170,25 +170,35 @@ up() {
     chmod 755 "$state"
     write_configuration "$nodes"
     write_activate
+    trap 'exit 130' INT
+    trap abandon EXIT # TERM and HUP, too
     SLURM_CONF=$state/slurm.conf setsid unshare --pid --fork --kill-child=KILL --mount-proc --mount --net --uts --ipc \
         --propagation private "$here" init "$nodes" &>"$state/init.out" </dev/null &
-    local parent=$! i
+    local parent=$! i first
     for ((i = 0; i < 300; i++)); do
         # The child of unshare: the namespaces' first process.
-        cat "/proc/$parent/task/$parent/children" >"$state/pid" 2>/dev/null || true
-        sed -i 's/ .*//' "$state/pid"
+        first=$(cat "/proc/$parent/task/$parent/children" 2>/dev/null) || true
+        if [[ $first && ! -e $state/pid ]]; then
+            echo "${first%% *}" >"$state/pid.new"
+            mv "$state/pid.new" "$state/pid"
+        fi
         if [[ -e $state/started && $(run sinfo -h -N -p main -o %T 2>/dev/null | grep -c '^idle$') == "$nodes" ]]; then
+            trap - INT EXIT
             print_use
             return
         fi
         if ! kill -0 "$parent" 2>/dev/null; then break; fi
         sleep 0.1
     done
-    kill -KILL "$parent" 2>/dev/null || true
-    rm -f "$state/pid"
     tail -n 3 "$state"/*.out "$state"/*.log >&2 || true # there may be no log
     echo "error: the cluster was not ready within 30 s; see $state/*.log and $state/*.out" >&2
     exit 1
+}
+
+# Kill a cluster that is not ready: unshare and its child, which setsid has made a group, or setsid before it has.
+abandon() {
+    if [[ ${!-} ]]; then kill -KILL -- "-$!" "$!" 2>/dev/null || true; fi
+    rm -f "$state/pid"
 }
 
 print_use() {

@@ -3,6 +3,7 @@
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -12,7 +13,7 @@ import pytest
 
 from tests.cluster.cluster import Cluster
 from tests.cluster.conftest import require_slurm
-from tests.support import ROOT, has_ended, run_command, wait_until
+from tests.support import ROOT, Command, has_ended, run_command, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -52,6 +53,18 @@ def test_down_leaves_nothing(tmp_path_factory):
     # Slurm's commands now print what to do.
     result = cluster.script("run", "sinfo")
     assert (result.returncode, result.stderr) == (2, "error: no test cluster is up; make slurm-up starts one\n")
+
+
+@pytest.mark.parametrize("moment", ["slurm.conf", "init.out", "pid", "munge.sock"])
+def test_up_that_is_interrupted_leaves_no_process(tmp_path, moment):
+    require_slurm()
+    cluster = Cluster(tmp_path / "c")
+    up = Command("scripts/lab/slurm_cluster.sh", "up", "1", SLURM_CLUSTER_DIR=str(cluster.folder))
+    wait_until((cluster.folder / moment).exists, 20, lambda: up.text)
+    os.killpg(up.process.pid, signal.SIGINT)
+    assert up.wait(20).status in (130, -signal.SIGINT)
+    assert cluster.script("down").stdout == "no test cluster is up\n"
+    assert not cluster.folder.exists()
 
 
 def test_hosts_of_other_names_and_two_threads_a_core(tmp_path):

@@ -1,12 +1,13 @@
 """The test cluster's own guards: what it deletes, and which process it takes for its own."""
 
 import os
+import signal
 
 import pytest
 
 from scripts.lab import network
 from scripts.launch.processes import Ended, run_side_by_side
-from tests.support import run_command
+from tests.support import Command, run_command, wait_until, write_program
 
 
 def slurm_cluster(folder, command):
@@ -33,6 +34,22 @@ def test_another_process_with_the_number_of_one_that_has_ended_is_no_cluster(tmp
     """`down` kills all processes in the network of the process that it finds."""
     (tmp_path / "pid").write_text(f"{os.getpid()}\n")
     assert slurm_cluster(tmp_path, "status").stdout == "no test cluster is up\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_cluster_whose_start_is_interrupted_is_killed(tmp_path, number):
+    (tmp_path / "bin").mkdir()
+    for name in ("munged", "slurmctld", "slurmd", "sbatch", "ip", "nsenter"):
+        write_program(tmp_path / "bin" / name, "exit 1")
+    write_program(tmp_path / "bin/id", "echo 0")
+    write_program(tmp_path / "bin/unshare", "trap '' INT TERM\nsleep 1000 &\nwait")  # as unshare --fork does
+    path, state = f"{tmp_path}/bin:{os.environ['PATH']}", tmp_path / "state"
+    up = Command("scripts/lab/slurm_cluster.sh", "up", PATH=path, SLURM_CLUSTER_DIR=str(state))
+    wait_until(lambda: up.processes("sleep 1000") and (state / "pid").exists(), 20, lambda: up.text)
+    assert (state / "pid").read_text() == f"{up.processes('sleep 1000')[0].pid}\n"
+    os.killpg(up.process.pid, number)
+    assert up.wait(20).status == (130 if number == signal.SIGINT else -number)  # and nothing of it is left
+    assert not (state / "pid").exists()
 
 
 def test_only_what_is_killed_at_the_time_limit_is_late(tmp_path):
