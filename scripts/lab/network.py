@@ -17,6 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from recipes.common.errors import UserError
+from recipes.common.process.node import shell_status
+from recipes.common.process.parent import end_with_parent
 from scripts.launch.local import free_port, node_environment
 from scripts.launch.processes import rank_environment, run_side_by_side
 
@@ -43,12 +45,17 @@ def why_not(narrow: bool = False) -> str:
 
 
 def enter(module: str, argv: Sequence[str]) -> None:
-    """Become the same command in namespaces of its own; return if it already runs in them."""
+    """Run the same command in namespaces of its own and exit with its status; return if already inside."""
     if os.environ.get(INSIDE):
         return
     own = ["--pid", "--fork", "--kill-child=KILL", "--mount-proc", "--mount", "--net", "--propagation", "private"]
-    os.environ[INSIDE] = "1"
-    os.execvp("unshare", ["unshare", *own, sys.executable, "-m", module, *argv])
+    again = ["unshare", *own, sys.executable, "-m", module, *argv]
+    # unshare ignores TERM, this process does not: when it ends, the kernel kills unshare and all that is inside.
+    inside = subprocess.Popen(again, env={**os.environ, INSIDE: "1"}, preexec_fn=end_with_parent)
+    while inside.returncode is None:
+        with contextlib.suppress(KeyboardInterrupt):  # the command inside gets it too, and cleans up
+            inside.wait()
+    sys.exit(shell_status(inside.returncode))
 
 
 def run_checked(*words: str) -> None:

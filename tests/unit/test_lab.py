@@ -2,11 +2,13 @@
 
 import os
 import signal
+import sys
 
 import pytest
 
 from scripts.lab import network
 from scripts.launch.processes import Ended, run_side_by_side
+from tests.conftest import need_namespaces
 from tests.support import Command, run_command, wait_until, write_program
 
 
@@ -50,6 +52,32 @@ def test_a_cluster_whose_start_is_interrupted_is_killed(tmp_path, number):
     os.killpg(up.process.pid, number)
     assert up.wait(20).status == (130 if number == signal.SIGINT else -number)  # and nothing of it is left
     assert not (state / "pid").exists()
+
+
+INSIDE = """
+import time
+from scripts.lab import network
+network.enter("inside", [])
+try:
+    print("runs", flush=True)
+    time.sleep(1000)
+finally:
+    print("cleaned up")
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "end"), [(signal.SIGTERM, -signal.SIGTERM, ""), (signal.SIGINT, 130, "cleaned up\n")]
+)
+def test_a_command_in_namespaces_ends_at_a_signal(tmp_path, number, status, end):
+    need_namespaces()
+    (tmp_path / "inside.py").write_text(INSIDE)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    command = Command(sys.executable, "-m", "inside", PYTHONPATH=path)
+    wait_until(lambda: command.text, 20, "the command to run inside")
+    (os.killpg if end else os.kill)(command.process.pid, number)
+    result = command.wait(20)  # nothing of it is left
+    assert (result.status, result.stdout) == (status, f"runs\n{end}")
 
 
 def test_only_what_is_killed_at_the_time_limit_is_late(tmp_path):
