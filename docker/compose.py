@@ -243,6 +243,8 @@ def run_nodes(docker: str, compose: list[str], environment: dict[str, str], node
     """Create the containers, then start each one through a client that relays its output, signals and status."""
     names = [f"node{node}" for node in range(nodes)]
     made = engine_output([*compose, "up", "--no-start", *names], environment)
+    if job.interrupted_by or job.stop_signals:  # Compose got the signal as well
+        return job.report([])
     if made.returncode:
         said = made.stderr
         if "Traceback (" in said:  # docker-compose finds no engine: that of Podman or of a context is elsewhere

@@ -489,6 +489,20 @@ def test_containers_that_cannot_be_made_leave_no_run(tmp_path, monkeypatch, caps
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("number", "status", "out", "err"),
+    [("INT", 130, "", "interrupted\n"), ("TERM", 0, "stopped by SIGTERM\n", "")],
+)
+def test_a_signal_while_the_containers_are_made(tmp_path, number, status, out, err):
+    """Compose gets it as well, and fails."""
+    script = f'[[ "$*" != *" up "* ]] || {{ kill -{number} 0; sleep 60; }}'
+    command = [sys.executable, "-m", "docker.compose", "ddp", "--nodes=2", "--", f"--runs-dir={tmp_path}/runs"]
+    result = run_command(*command, DOCKER=docker_that(tmp_path, script))
+    shown = re.sub("warning: .*\n", "", result.stderr)  # the image has no label of its revision
+    assert (result.status, result.stdout, shown) == (status, out, err)
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("DOCKER", docker_that(tmp_path, "true"))
     (tmp_path / "file").touch()
