@@ -45,6 +45,9 @@ fi
 
 say() { echo "setup: $*" >&2; }
 
+# pip and compileall end at Ctrl-C with the status of a failure. Nothing in .venv/.installed says that they are done.
+trap 'trap - INT; kill -INT $$' INT
+
 # Two calls at once: the second waits for the first and finds everything in place.
 if ! { true >>.venv.lock; } 2>/dev/null; then
     echo "error: user $(id -u) cannot write $PWD/.venv.lock, and .venv is to be made beside it; use a copy of your own" >&2
@@ -58,7 +61,7 @@ status=0
 lock fcntl.LOCK_NB || status=$?
 if ((status == 2)); then
     say "waiting for another set-up of .venv"
-    lock 0
+    lock 0 2>/dev/null # at Ctrl-C, Python's traceback
 elif ((status != 0)); then # Lustre without flock
     echo "warning: cannot lock .venv.lock on this file system: let no other set-up run at the same time" >&2
 fi

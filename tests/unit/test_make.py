@@ -596,6 +596,32 @@ def test_a_second_setup_waits_for_the_first_and_says_so(checkout):
     assert second.wait().status == 0
 
 
+def test_a_setup_that_waits_ends_at_ctrl_c_without_a_word(checkout):
+    with open(checkout / ".venv.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        second = Command(str(checkout / "scripts/dev/setup.sh"), "run")
+        wait_until(lambda: second.processes("flock(9, fcntl.LOCK_EX | 0)"), 20, lambda: second.text)
+        os.killpg(second.process.pid, signal.SIGINT)
+        result = second.wait(20)
+    said = "setup: waiting for another set-up of .venv\n"
+    assert (result.status, result.stdout, result.stderr) == (-signal.SIGINT, "", said)
+
+
+@pytest.mark.parametrize("step", ["pip install", "compileall"])
+def test_ctrl_c_ends_a_setup_and_the_next_begins_again(checkout, step):
+    """pip and compileall handle it, and end with status 1."""
+    python = checkout / ".venv/bin/python"
+    whole = python.read_text()
+    python.write_text(whole.replace(f'*" {step} "*)\n', f'*" {step} "*)\ntrap "" INT; kill -INT 0; exit 1\n'))
+    result = run_command(str(checkout / "scripts/dev/setup.sh"), "run")
+    assert (result.status, result.errors) == (-signal.SIGINT, [])
+    assert "setup: done" not in result.stderr
+    assert not (checkout / ".venv/.installed/run.txt").exists()
+    python.write_text(whole)
+    again = run_command(str(checkout / "scripts/dev/setup.sh"), "run", check=True)
+    assert again.stderr.endswith("setup: unpacking 3 packages\nsetup: done\n")
+
+
 def test_a_script_without_arguments_shows_its_usage():
     for script, usage in (("scripts/launch.sh", "RECIPE [OPTIONS]"), ("scripts/dev/setup.sh", "run|dev|bench")):
         result = run_command(script)
