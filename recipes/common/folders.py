@@ -51,13 +51,13 @@ def replace_text(path: Path, text: str, flush: bool = False) -> None:
     """
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
     try:
-        with open(temporary, "w") as file:
+        with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
             if flush:
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError:
+    except BaseException:  # Ctrl-C, too
         temporary.unlink(missing_ok=True)
         raise
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from xml.etree import ElementTree
 
 from recipes.common.errors import UserError
+from recipes.common.folders import replace_text
 from scripts.bench.__main__ import facts
 from scripts.bench.claims import OUTCOMES, PAGE, Claim, machine, read_claims, read_outcomes, revision
 from scripts.bench.programs import run_bounded
@@ -199,10 +200,10 @@ def main(argv: list[str]) -> int:
         if passed is not None:
             outcomes[claim.name] = {"passed": passed, "result": result, "numbers": claim.numbers(), **about}
             in_order = {name: outcomes[name] for name in runnable if name in outcomes}
-            OUTCOMES.write_text(json.dumps(in_order, indent=1) + "\n")
-            PAGE.write_text(evidence(), encoding="utf-8")  # at once: after Ctrl-C, both agree
+            replace_text(OUTCOMES, json.dumps(in_order, indent=1) + "\n")
+            replace_text(PAGE, evidence())  # at once: after Ctrl-C, both agree
         failed += [claim.name] * (passed is False)
-    PAGE.write_text(evidence(), encoding="utf-8")
+    replace_text(PAGE, evidence())
     print(f"wrote {PAGE.relative_to(ROOT)}")
     return 1 if failed else 0
 

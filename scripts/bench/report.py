@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.common.errors import UserError
+from recipes.common.folders import replace_text
 from scripts.bench import claims
 from scripts.bench.figures import NOT_MEASURED, TITLES, Figure, describe_machine, table_lines
 from scripts.bench.questions import QUESTIONS, draw, drill_figures
@@ -208,8 +209,8 @@ def main(argv: list[str]) -> None:
         for run in read_runs(claims.FIGURES):
             draw(question, run.figures, claims.FIGURES / f"{run.path.stem}-{question.name}.png")
     for path, content in zip((claims.FIGURES / "README.md", *READMES), (text, *readmes), strict=True):
-        path.write_text(content, encoding="utf-8")
-    claims.PAGE.write_text(evidence(), encoding="utf-8")
+        replace_text(path, content)
+    replace_text(claims.PAGE, evidence())
     print("wrote docs/benchmarks/README.md, its pictures, the tables in the READMEs, and docs/evidence.md")
 
 

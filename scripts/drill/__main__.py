@@ -25,6 +25,7 @@ from pathlib import Path
 
 from recipes.common.arguments import non_negative_int, positive_int
 from recipes.common.errors import UserError
+from recipes.common.folders import replace_text
 from scripts.drill.faults import FAULTS, why_not
 from scripts.drill.trial import CHECKPOINT_INTERVAL, JOB_TIMEOUT_S, Figures, Setting, Trial
 from scripts.lab import network
@@ -129,7 +130,7 @@ def main(words: list[str]) -> int:
         done.append(figures)
         rows = [{**asdict(one), "survived": not one.failure} for one in done]
         report = json.dumps({**about, "faults": rows}, indent=2)
-        (folder / "drill.json").write_text(report + "\n")  # each time, for a soak that is stopped
+        replace_text(folder / "drill.json", report + "\n")  # each time, for a soak that is stopped
     for name, reason in reasons.items():
         print(f"{name}: left out: {reason}")
     failed = [f"{i:03d}-{figures.fault}" for i, figures in enumerate(done, start=1) if figures.failure]

@@ -90,6 +90,20 @@ def test_it_is_red_when_a_fault_was_not_survived(tmp_path, monkeypatch, capsys, 
     assert ("error: not survived: 002-stop-rank; again: SEED=5" in capsys.readouterr().err) == bool(failure)
 
 
+def test_an_interrupt_leaves_a_whole_report(tmp_path, monkeypatch):
+    """A link keeps the earlier report only if the next one is another file, written before it takes the name."""
+
+    def run_all(setting, names):
+        yield Figures("kill-rank")
+        (tmp_path / "earlier").hardlink_to(setting.folder / "drill.json")
+        yield Figures("stop-rank")
+
+    monkeypatch.setattr(drill, "run_all", run_all)
+    assert drill.main(["--plain", "--runs-dir", str(tmp_path)]) == 0
+    reports = [json.loads(path.read_text()) for path in (tmp_path / "earlier", tmp_path / "drill-001/drill.json")]
+    assert [len(report["faults"]) for report in reports] == [1, 2]
+
+
 def record(folder, losses):
     folder.mkdir()
     lines = [{"step": step, "loss": loss} for step, loss in losses.items()]

@@ -371,3 +371,20 @@ def test_a_claim_that_cannot_be_run_is_one_line_and_status_2(capsys, name, words
     assert evidence.main([name]) == 2
     assert capsys.readouterr().err.startswith(f"error: CLAIMS: {words}")
     assert claims.OUTCOMES.read_text() == before
+
+
+def test_an_interrupt_leaves_a_whole_page(tmp_path, monkeypatch):
+    """A link keeps the earlier file only if the next one is another file, written before it takes the name."""
+    outcomes, shown = tmp_path / "evidence.json", tmp_path / "evidence.md"
+    for name, path in (("ROOT", tmp_path), ("OUTCOMES", outcomes), ("PAGE", shown)):
+        monkeypatch.setattr(evidence, name, path)
+    for path in (outcomes, shown):
+        path.write_text("earlier")
+        path.with_name(f"{path.name}.link").hardlink_to(path)
+    monkeypatch.setattr(evidence, "evidence", lambda: "今")
+    monkeypatch.setattr(evidence, "run_bounded", lambda *_: (1, "no space left"))
+    name = next(name for name, claim in read_claims().items() if claim.is_runnable and claim.command)
+    assert evidence.main([name]) == 1
+    assert not json.loads(outcomes.read_text())[name]["passed"]
+    assert shown.read_text(encoding="utf-8") == "今"
+    assert [path.read_text() for path in tmp_path.glob("*.link")] == ["earlier"] * 2

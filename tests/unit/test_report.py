@@ -170,6 +170,23 @@ def test_a_readme_without_markers_is_refused(tmp_path):
         report.render(tmp_path, ["nothing"])
 
 
+def test_an_interrupt_leaves_whole_pages(tmp_path, monkeypatch):
+    """A link keeps the earlier page only if the next one is another file, written before it takes the name."""
+    pages = {name: tmp_path / name for name in ("README.md", "one.md", "two.md", "evidence.md")}
+    for name, path in pages.items():
+        path.write_text("earlier")
+        (tmp_path / f"{name}.link").hardlink_to(path)
+    monkeypatch.setattr(claims, "FIGURES", tmp_path)
+    monkeypatch.setattr(claims, "PAGE", pages["evidence.md"])
+    monkeypatch.setattr(report, "READMES", (pages["one.md"], pages["two.md"]))
+    monkeypatch.setattr(report, "QUESTIONS", ())
+    monkeypatch.setattr(report, "render", lambda *_: ("page", ["one", "二"]))
+    monkeypatch.setattr(report, "evidence", lambda: "claims")
+    assert report.main([]) == 0
+    assert [path.read_text(encoding="utf-8") for path in pages.values()] == ["page", "one", "二", "claims"]
+    assert [path.read_text() for path in tmp_path.glob("*.link")] == ["earlier"] * 4
+
+
 def test_what_is_measured_is_kept_where_a_later_part_is_interrupted(tmp_path, monkeypatch, capsys):
     def measure(part, rounds):
         if part == "jpeg":
