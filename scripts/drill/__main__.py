@@ -29,7 +29,16 @@ from recipes.common.folders import replace_text
 from scripts.drill.faults import FAULTS, why_not
 from scripts.drill.trial import CHECKPOINT_INTERVAL, JOB_TIMEOUT_S, Figures, Setting, Trial
 from scripts.lab import network
-from scripts.launch.command import ROOT, CommandParser, check_names, command, count, next_folder, parse
+from scripts.launch.command import (
+    ROOT,
+    CommandParser,
+    check_names,
+    command,
+    count,
+    next_folder,
+    parse,
+    temporary_folder,
+)
 from scripts.launch.runs import measured_on
 
 LEAST_STEPS = 4 * CHECKPOINT_INTERVAL + 4
@@ -85,8 +94,10 @@ def undisturbed(setting: Setting, name: str) -> Path:
     run = setting.folder / f"undisturbed-{fault.recipe}-{fault.model}"
     if not run.exists():
         job = setting.launch(fault, run, setting.folder / "log.txt")
-        status = job.wait(JOB_TIMEOUT_S)
-        job.kill()
+        try:
+            status = job.wait(JOB_TIMEOUT_S)
+        finally:
+            job.kill()
         if status is None:
             raise UserError(f"the undisturbed job did not end within {JOB_TIMEOUT_S:.0f} s; lower --steps")
         if status != 0:
@@ -126,11 +137,12 @@ def main(words: list[str]) -> int:
     about = {"nodes": args.nodes, "seed": args.seed, "steps": args.steps, "checkpoint_every": CHECKPOINT_INTERVAL}
     about |= {**measured_on("torch"), "networks": has_network, "left_out": reasons}
     done: list[Figures] = []
-    for figures in run_all(setting, names):
-        done.append(figures)
-        rows = [{**asdict(one), "survived": not one.failure} for one in done]
-        report = json.dumps({**about, "faults": rows}, indent=2)
-        replace_text(folder / "drill.json", report + "\n")  # each time, for a soak that is stopped
+    with temporary_folder() as os.environ["TMPDIR"]:  # for what killed jobs leave
+        for figures in run_all(setting, names):
+            done.append(figures)
+            rows = [{**asdict(one), "survived": not one.failure} for one in done]
+            report = json.dumps({**about, "faults": rows}, indent=2)
+            replace_text(folder / "drill.json", report + "\n")  # each time, for a soak that is stopped
     for name, reason in reasons.items():
         print(f"{name}: left out: {reason}")
     failed = [f"{i:03d}-{figures.fault}" for i, figures in enumerate(done, start=1) if figures.failure]

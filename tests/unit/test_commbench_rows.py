@@ -1,5 +1,6 @@
 """The arithmetic of make commbench, and what it refuses."""
 
+import tempfile
 import threading
 import time
 import types
@@ -52,6 +53,19 @@ def test_the_processes_of_a_clusters_nodes_are_a_variable(monkeypatch):
     with pytest.raises(UserError, match="--nproc-per-node is for local nodes; on a cluster, set NPROC_PER_NODE"):
         command.options(["gloo", "--nproc-per-node", "4"])
     assert command.options(["gloo", "--nproc-per-node", "4", "--nodes", "2"]).nproc_per_node == 4
+
+
+def test_ctrl_c_leaves_no_files_of_a_killed_launcher(tmp_path, monkeypatch):
+    def run_side_by_side(commands, *_):
+        [(_, environment)] = commands
+        tempfile.mkdtemp(prefix="cluster-recipes-", dir=environment["TMPDIR"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run_side_by_side", run_side_by_side)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert command.main(["gloo", "--nodes", "2", "--runs-dir", str(tmp_path)]) == 130
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_bound_ends_with_its_block():

@@ -1,7 +1,9 @@
 """The fire drill's own sums: what it draws, what it compares, and when it is red."""
 
 import json
+import os
 import subprocess
+import tempfile
 import types
 from unittest.mock import Mock
 
@@ -88,6 +90,22 @@ def test_it_is_red_when_a_fault_was_not_survived(tmp_path, monkeypatch, capsys, 
     assert [fault["survived"] for fault in report["faults"]] == [True, not failure]
     assert report["seed"] == 5
     assert ("error: not survived: 002-stop-rank; again: SEED=5" in capsys.readouterr().err) == bool(failure)
+
+
+def test_ctrl_c_leaves_no_files_of_killed_jobs(tmp_path, monkeypatch):
+    def run_all(*_):
+        tempfile.mkdtemp(prefix="cluster-recipes-", dir=os.environ["TMPDIR"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(drill, "run_all", run_all)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert drill.main(["--plain", "--runs-dir", str(tmp_path / "runs")]) == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    job = Mock(wait=Mock(side_effect=KeyboardInterrupt))
+    setting = types.SimpleNamespace(folder=tmp_path, launch=lambda *_: job)
+    with pytest.raises(KeyboardInterrupt):
+        drill.undisturbed(setting, "kill-rank")
+    job.kill.assert_called_once_with()
 
 
 def test_an_interrupt_leaves_a_whole_report(tmp_path, monkeypatch):

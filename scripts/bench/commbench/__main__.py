@@ -139,7 +139,7 @@ def why_not(backend: str, place: Place) -> str:
 
 def launcher(backend: str, number: int, place: Place, folder: Path) -> tuple[list[str], dict[str, str]]:
     """Return the command that starts a backend's ranks, without their options, and its environment."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}  # a killed launcher leaves files
     if backend == "mpi":
         environment["OMPI_MCA_rmaps_base_oversubscribe"] = "1"
         environment["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"  # from Open MPI 5 on
@@ -167,7 +167,7 @@ def run_backend(backend: str, number: int, place: Place, args: Namespace) -> lis
     """
     lines = len(args.ops.split(",")) * len(parse_sizes(args.sizes))
     bound_s = START_TIMEOUT_S + args.timeout_s + lines * (3 * args.seconds + 6 * args.timeout_s)
-    with tempfile.TemporaryDirectory(prefix="commbench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="commbench-", ignore_cleanup_errors=True) as folder:
         result = Path(folder) / "rows.json"
         command, environment = launcher(backend, number, place, Path(folder))
         words = ["--backend", backend, "--ops", args.ops, "--sizes", args.sizes, "--seconds", str(args.seconds)]
