@@ -209,9 +209,12 @@ class Coordinator:
                 return None
 
         ranks = [0, *sorted(self.channels)]
-        with ThreadPoolExecutor(len(ranks)) as pool:
+        pool = ThreadPoolExecutor(len(ranks))
+        try:
             answers = zip(ranks, pool.map(ask, ranks), strict=True)
             return {rank: answer for rank, answer in answers if answer is not None}
+        finally:
+            pool.shutdown(wait=False)  # at Ctrl-C, a node that does not answer would hold up this one
 
     def end(self, status: int) -> None:
         """Send the final status to all nodes and close their channels."""

@@ -111,6 +111,16 @@ def test_a_port_that_is_taken(tmp_path):
     assert said in result.stdout
 
 
+def test_ctrl_c_takes_effect_while_another_node_does_not_answer(tmp_path):
+    port = free_port()
+    env = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = Command(*DOCTOR, "--quick", "--runs-dir", str(tmp_path), **env, RDZV_ID="word")
+    channel = rendezvous.join(place(port), "word", 60)
+    assert channel.receive(60) == {"do": "facts"}
+    os.killpg(command.process.pid, signal.SIGINT)
+    assert command.wait(10).status == 130
+
+
 def test_ctrl_c_leaves_no_process(tmp_path):
     command = Command(*DOCTOR, "--nodes", "2", "--runs-dir", str(tmp_path))
     wait_until(lambda: len(command.processes("scripts.doctor")) >= 3, 60, "two nodes")
