@@ -39,7 +39,7 @@ from scripts.doctor.folder import RunsFolder
 from scripts.doctor.rules import judge, tally
 from scripts.launch import local
 from scripts.launch.agent import read_node
-from scripts.launch.command import CommandParser, command, parse, temporary_folder
+from scripts.launch.command import ROOT, CommandParser, command, parse, temporary_folder
 from scripts.launch.echo import CONNECT_TIMEOUT_S, Echo, listen
 
 DEFAULT_RDZV_TIMEOUT_S = 60
@@ -192,20 +192,30 @@ def lead(this_node: Node, args: Namespace, secret: str) -> int:
             why = getattr(error, "strerror", None) or error
             say(f"error: {what}: {why}; choose another MASTER_PORT, or fix MASTER_ADDR")
             return 1
-    examine(case, coordinator, args)
-    case.messages = checks.folder.read_messages() if this_node.nnodes > 1 else {}
-    findings = judge(case)
-    status = 1 if tally(findings)["error"] else 0
-    for line in report.lines(case, findings, time.monotonic() - begin):
-        say(line)
-    if args.json:
-        try:
-            report.write_json(args.json, case, findings, time.monotonic() - begin)
-        except OSError as error:
-            say(f"error: cannot write {args.json}: {error.strerror}; choose another --json")
-            status = 1
-    checks.close()
+    try:
+        examine(case, coordinator, args)
+        case.messages = checks.folder.read_messages() if this_node.nnodes > 1 else {}
+        status = report_findings(case, args.json, begin)
+    finally:  # also at Ctrl-C, or if nobody reads the output any more
+        checks.close()
     coordinator.end(status)
+    return status
+
+
+def report_findings(case: Case, path: Path | None, begin: float) -> int:
+    """Judge the case, write the file of --json and print the report; return the exit status."""
+    findings = judge(case)
+    seconds = time.monotonic() - begin
+    lines = report.lines(case, findings, seconds)
+    status = 1 if tally(findings)["error"] else 0
+    if path:
+        try:
+            report.write_json(path, case, findings, seconds)  # first: printing fails if nobody reads the output
+        except OSError as error:
+            lines.append(f"error: cannot write {path}: {error.strerror}; choose another --json")
+            status = 1
+    for line in lines:
+        say(line)
     return status
 
 
@@ -237,7 +247,7 @@ class LocalNodes(local.LocalJob):
     def report(self, failed: list[int]) -> int:
         """Return the worst exit status of the nodes."""
         if self.interrupted_by:
-            return 128 + self.interrupted_by
+            return super().report(failed)
         return max((abs(self.nodes[number].returncode) for number in failed), default=0)
 
 
@@ -254,7 +264,10 @@ def run_local(args: Namespace, words: Sequence[str]) -> int:
             environment = local.node_environment(rank, args.nodes, nproc, shares[rank], port)
             environment |= {"RDZV_ID": secret, "TMPDIR": scratch}
             job.start([sys.executable, "-m", "scripts.doctor", *words], environment)
-        return job.wait()
+        status = job.wait()
+    if any(node.returncode < 0 for node in job.nodes):  # killed before they could remove the probe's files
+        RunsFolder(ROOT / args.runs_dir, secret, 0).remove()
+    return status
 
 
 @command

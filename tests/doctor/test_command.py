@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import sys
@@ -111,6 +112,28 @@ def test_a_port_that_is_taken(tmp_path):
     assert said in result.stdout
 
 
+HANG_IN_SEE = """
+import sys, time
+def hang(event, args):
+    if event == "os.listdir" and "/.doctor-" in str(args[0]):
+        time.sleep(60)
+sys.addaudithook(hang)
+"""
+
+
+@pytest.mark.parametrize(("words", "said"), [((), ""), (("--nodes", "1"), "interrupted\n")])
+def test_ctrl_c_takes_effect_at_once_and_leaves_nothing_in_the_runs_folder(tmp_path, words, said):
+    (tmp_path / "sitecustomize.py").write_text(HANG_IN_SEE)
+    runs = tmp_path / "runs"
+    words = (*words, "--quick", "--runs-dir", str(runs))
+    command = Command(*DOCTOR, *words, PYTHONPATH=str(tmp_path))
+    wait_until(lambda: list(runs.glob(".doctor-*/node-0")), 60, "the probe's file")
+    os.killpg(command.process.pid, signal.SIGINT)
+    result = command.wait(10)
+    assert (result.status, result.stderr) == (130, said)
+    assert list(runs.iterdir()) == []
+
+
 def test_ctrl_c_takes_effect_while_another_node_does_not_answer(tmp_path):
     port = free_port()
     env = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -119,6 +142,15 @@ def test_ctrl_c_takes_effect_while_another_node_does_not_answer(tmp_path):
     assert channel.receive(60) == {"do": "facts"}
     os.killpg(command.process.pid, signal.SIGINT)
     assert command.wait(10).status == 130
+
+
+def test_a_reader_that_leaves_costs_no_report_and_leaves_nothing_in_the_runs_folder(tmp_path):
+    report = tmp_path / "report.json"
+    words = ("--quick", "--nodes", "2", "--json", str(report), "--runs-dir", str(tmp_path / "runs"))
+    result = Command("bash", "-c", f"{shlex.join([*DOCTOR, *words])} | head -1; exit $PIPESTATUS").wait(30)
+    assert (result.status, result.stdout.count("\n")) == (128 + signal.SIGPIPE, 1)
+    assert list(json.loads(report.read_text())["nodes"]) == ["0", "1"]
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_ctrl_c_leaves_no_process(tmp_path):
