@@ -6,6 +6,7 @@ python -m scripts.dev.shards /data/imagenet /data/imagenet-shards --shard-mb 100
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 from pathlib import Path
@@ -34,7 +35,8 @@ def main(argv: list[str]) -> None:
     try:
         for name, number in pack(args.source, args.folder, args.shard_mb * 10**6):
             images += number
-            print(f"{args.folder / name}: {number} images", flush=True)
+            with contextlib.suppress(OSError):  # the output is closed or full: reported once all is packed
+                print(f"{args.folder / name}: {number} images", flush=True)
     except UserError as error:
         raise UserError(str(error).replace("--data-dir:", "DATA_DIR:", 1)) from None
     except FileExistsError as error:

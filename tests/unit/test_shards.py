@@ -5,6 +5,8 @@ import itertools
 import json
 import os
 import resource
+import signal
+import sys
 import tarfile
 
 import numpy as np
@@ -255,6 +257,19 @@ def test_the_command_packs_and_refuses(images, tmp_path, capsys, monkeypatch):
         said = f"error: OUT {out} is among the images of DATA_DIR; choose a folder outside of its train and val\n"
         assert capsys.readouterr().err == said
     assert not (images / "train" / "shards").exists()
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_without_a_reader_the_packing_goes_on(images, tmp_path, capsys, monkeypatch, is_full):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") as full, open(writer, "w") as pipe, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full if is_full else pipe)
+        status = shards.main([str(images), str(tmp_path / "out")])
+    said = "error: cannot write: No space left on device; free some space\n"
+    expected = (1, said) if is_full else (128 + signal.SIGPIPE, "")
+    assert (status, capsys.readouterr().err) == expected
+    assert len(load("shards", tmp_path / "out").train) == len(load("imagefolder", images).train)
 
 
 def test_two_commands_do_not_write_the_same_shards(images, tmp_path, capsys, monkeypatch):
