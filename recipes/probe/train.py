@@ -37,6 +37,7 @@ from recipes.common.process.node import read_master
 from recipes.common.process.parent import end_with_parent
 from recipes.common.process.ranks import Ranks, read_ranks
 from recipes.common.process.signals import STOP_SIGNALS, Stop, blocked, handle_stop_signals
+from recipes.common.record.progress import say
 from recipes.common.watch.timeouts import set_horovod_timeout
 from recipes.common.world.devices import agree_on_device, choose_device
 from recipes.common.world.world import NO_PICKLE, connect
@@ -174,13 +175,14 @@ def check(rows: list[dict[str, Any]], total: int) -> None:
 
 
 def show(rows: list[dict[str, Any]], total: int) -> None:
-    """Print the map as a table and as one line of JSON."""
+    """Print the map as a table and as one line of JSON; raises UserError if that fails."""
     table = [COLUMNS, *(tuple(str(row[name]) for name in COLUMNS) for row in rows)]
     widths = [max(len(line[i]) for line in table) for i in range(len(COLUMNS))]
-    for line in table:
-        print("  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip())
+    lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
+    fix = "redirect it to a file"
+    say("\n".join(lines), fix)
     text = json.dumps({"world_size": len(rows), "sum": total, "ranks": rows})
-    print(f"probe {text}\n", end="", flush=True)  # one write: mpirun marks each write with the rank
+    say(f"probe {text}", fix)  # a write of its own: mpirun marks each write with the rank
 
 
 def report(world: World) -> None:

@@ -96,6 +96,14 @@ def test_the_map_for_programs_is_one_write(monkeypatch):
     assert last.endswith("\n")
 
 
+def test_an_output_that_fails_is_one_line(monkeypatch):
+    row = {"rank": 0, "local_rank": 0, "node_rank": 0, "world_size": 1, "local_world_size": 1}
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        with pytest.raises(UserError, match=r"^standard output failed: No space left on device; redirect it to "):
+            show([{**row, "host": "a", "device": "cpu", "pid": 7}], 1)
+
+
 QUIET = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
@@ -107,6 +115,13 @@ def test_spawned_ranks_refuse_in_one_line():
     assert result.status == 2, result.stderr
     [line] = result.stderr.splitlines()
     assert line.startswith("error: --device cuda: 2 processes on ")
+
+
+def test_spawned_ranks_whose_reader_has_gone_say_so_in_one_line():
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **QUIET}
+    words = f"{sys.executable} -m recipes.probe.train --join spawn --nproc-per-node 2"
+    result = run_command("bash", "-c", f"{words} | true; exit $PIPESTATUS", **env)
+    assert result == Result(2, "", "error: standard output is closed; redirect it to a file\n")
 
 
 def test_spawned_ranks_end_with_the_process_that_started_them():

@@ -12,6 +12,16 @@ QUIET_S = 10.0
 """Step lines appear at most this often; epoch lines always do."""
 
 
+def say(text: str, fix: str) -> None:
+    """Print and flush in one write; raise UserError, with the fix, if standard output is closed or full."""
+    try:
+        print(f"{text}\n", end="", flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or it is raised again at exit
+        what = "is closed" if isinstance(error, BrokenPipeError) else f"failed: {error.strerror}"
+        raise UserError(f"standard output {what}; {fix}") from None
+
+
 class Progress:
     """Lines on standard output."""
 
@@ -37,13 +47,7 @@ class Progress:
     def say(self, text: str) -> None:
         """Print a line that stays."""
         self._spoke_at = time.monotonic()
-        try:
-            print(text, flush=True)
-        except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or it is raised again at exit
-            what = "is closed" if isinstance(error, BrokenPipeError) else f"failed: {error.strerror}"
-            fix = "to resume: --resume auto, with the output in a file"
-            raise UserError(f"standard output {what}; {fix}") from None
+        say(text, "to resume: --resume auto, with the output in a file")
 
     def close(self) -> None:
         """Leave the terminal as it was; plain lines need nothing for that."""
