@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -47,6 +48,9 @@ def main(argv: list[str]) -> None:
     except OSError as error:
         raise UserError(f"cannot read {error.filename or args.run}: {error.strerror or error}") from None
     weights = read_whole({name: content.get(name) for name in ("model", "shards")})["model"]
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores the latter
+            signal.signal(number, lambda number, _: sys.exit(128 + number))  # after the finally below
     temporary = args.out.with_name(f".{args.out.name}.tmp")
     try:
         if args.out.suffix.lower() == ".safetensors":

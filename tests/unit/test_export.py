@@ -116,6 +116,16 @@ def test_ctrl_c_leaves_nothing(run, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_signal_leaves_nothing(run, tmp_path, monkeypatch, number):
+    signal.signal(number, signal.SIG_DFL)
+    monkeypatch.setattr(os, "fsync", lambda file: signal.raise_signal(number))
+    with pytest.raises(SystemExit) as ended:
+        export.main([str(run), str(tmp_path / "out.pt")])
+    assert ended.value.code == 128 + number
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
 @pytest.mark.parametrize("name", ["out.pt", "out.safetensors"])
 def test_a_full_disk_leaves_nothing(run, tmp_path, capfd, name):
     """A limit on the file size stands in for the full disk; the error itself goes to a file, too."""
