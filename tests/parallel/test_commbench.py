@@ -1,8 +1,10 @@
 """make commbench: right sums, every line measured, and one line where it cannot be."""
 
 import json
+import signal
 import sys
 import types
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -64,6 +66,19 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(
     monkeypatch.setattr(commbench, "run_backend", pytest.fail)
     assert commbench.main(["gloo", "--runs-dir", "/proc/runs"]) == 2
     assert capsys.readouterr().err.startswith("error: cannot write /proc: ")
+
+
+def test_ctrl_c_keeps_the_rows_of_the_backends_before(tmp_path, monkeypatch):
+    row = commbench.Row("gloo", "all-reduce", 4, 2, "cpu", 3, 0.1)
+    monkeypatch.setattr(commbench, "why_not", lambda backend, place: "")
+    monkeypatch.setattr(
+        commbench, "run_backend", Mock(side_effect=[[row], RuntimeError("lost"), KeyboardInterrupt])
+    )
+    words = ("gloo", "mpi", "horovod", "--runs-dir", str(tmp_path))
+    assert commbench.main(words) == 128 + signal.SIGINT
+    [path] = tmp_path.glob("*/*")
+    content = json.loads(path.read_text())
+    assert ([row["backend"] for row in content["rows"]], content["failed"]) == (["gloo"], {"mpi": "lost"})
 
 
 def flip(tensor):

@@ -22,8 +22,10 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from recipes.common.errors import UserError
+from recipes.common.folders import replace_text
 from scripts.bench.commbench.options import BACKENDS, add_options, check_options, parse_sizes
 from scripts.bench.commbench.rows import COLUMNS, Row, link_speed
 from scripts.lab import network
@@ -195,23 +197,25 @@ def main(argv: list[str]) -> int:
     left_out = {} if args.backends else reasons
     if not place.node_rank:
         check_writable(args.runs_dir)
-    rows, failed = [], {}
+    content = measured_on("torch", "mpi4py", "horovod")
+    content |= {"nodes": place.nodes, "nproc_per_node": place.processes, "interface": place.interface}
+    content |= {"link_gbit": place.link_gbit, "left_out": left_out}
+    rows: list[dict[str, Any]] = []
+    failed: dict[str, str] = {}
+    path: Path | None = None
     for number, backend in enumerate(args.backends or [name for name in BACKENDS if name not in reasons]):
         try:
-            rows += run_backend(backend, number, place, args)
+            rows += [row.as_dict(speed_of(row, place, args)) for row in run_backend(backend, number, place, args)]
         except (OSError, RuntimeError) as error:
             failed[backend] = str(error)
-    if not place.node_rank:
-        shown = [row.as_dict(speed_of(row, place, args)) for row in rows]
+        if not place.node_rank:  # after each backend: the next one may be interrupted
+            path = path or next_folder("commbench", args.runs_dir.resolve()) / "commbench.json"
+            replace_text(path, json.dumps({**content, "failed": failed, "rows": rows}, indent=2) + "\n")
+    if path:
         if rows:
-            print(table(COLUMNS, shown, left=2))
+            print(table(COLUMNS, rows, left=2))
         for backend, reason in left_out.items():
             print(f"{backend}: left out: {reason}")
-        content = measured_on("torch", "mpi4py", "horovod")
-        content |= {"nodes": place.nodes, "nproc_per_node": place.processes, "interface": place.interface}
-        content |= {"link_gbit": place.link_gbit, "left_out": left_out, "failed": failed, "rows": shown}
-        path = next_folder("commbench", args.runs_dir.resolve()) / "commbench.json"
-        path.write_text(json.dumps(content, indent=2) + "\n")
         print(f"wrote {os.path.relpath(path)}")
     for backend, reason in failed.items():
         print(f"error: {backend}: {reason}", file=sys.stderr)
