@@ -13,6 +13,7 @@ it is rejected. RDZV_TIMEOUT_S limits the wait for the other nodes (default: 60 
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
 import signal
@@ -286,4 +287,5 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
+    atexit._run_exitfuncs()  # at Ctrl-C, a thread may have a temporary folder
     os._exit(status)  # a look-up that never returns would keep its thread alive, and so the interpreter

@@ -144,6 +144,16 @@ def test_ctrl_c_takes_effect_while_another_node_does_not_answer(tmp_path):
     assert command.wait(10).status == 130
 
 
+def test_ctrl_c_while_ranks_run_leaves_no_temporary_folder(tmp_path):
+    (tmp_path / "tmp").mkdir()
+    words = ("--device", "cpu", "--runs-dir", str(tmp_path / "runs"))
+    command = Command(*DOCTOR, *words, TMPDIR=str(tmp_path / "tmp"))
+    wait_until(lambda: command.processes("scripts.doctor.collectives"), 100, "a rank")
+    os.killpg(command.process.pid, signal.SIGINT)
+    assert command.wait(10).status == 130
+    assert [list(path.iterdir()) for path in tmp_path.iterdir()] == [[], []]
+
+
 def test_a_reader_that_leaves_costs_no_report_and_leaves_nothing_in_the_runs_folder(tmp_path):
     report = tmp_path / "report.json"
     words = ("--quick", "--nodes", "2", "--json", str(report), "--runs-dir", str(tmp_path / "runs"))
