@@ -23,6 +23,7 @@ from recipes.common.errors import UserError
 from scripts.bench.figures import Figure, table, unmeasured
 from scripts.lab import network
 from scripts.launch.command import ROOT, CommandParser, command, count, parse
+from scripts.launch.processes import run_in_foreground
 
 MODULE = "scripts.bench.namespaces"
 PARTS = ("overlap", "scaling", "wire", "plan")
@@ -49,7 +50,7 @@ def measure(part: str, rounds: int) -> Iterator[Figure]:
         return
     with tempfile.NamedTemporaryFile(suffix=".json") as result:
         words = [part, "--rounds", str(rounds), "--result", result.name]
-        if status := subprocess.run([sys.executable, "-m", MODULE, *words], cwd=ROOT).returncode:
+        if status := run_in_foreground([sys.executable, "-m", MODULE, *words], cwd=ROOT):
             raise RuntimeError(f"ended with status {status}")
         yield from (Figure(**row) for row in json.load(result))
 

@@ -255,12 +255,17 @@ class TestRecord:
     @pytest.mark.parametrize("flags", [["--overwrite"], ["--resume", "auto"]])
     def test_a_launch_that_was_killed_as_it_replaced_a_run_is_no_obstacle(self, tmp_path, monkeypatch, flags):
         """Of config.json, it has left the temporary file."""
+
+        def be_killed(temporary, path):
+            temporary.rename(path.with_name(".config.json.node-7"))  # so that nothing removes it
+            raise ZeroDivisionError
+
         self.open(tmp_path, "--name", "a")
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "replace", lambda *given: 1 / 0)
+            patch.setattr(Path, "replace", be_killed)
             with pytest.raises(ZeroDivisionError):
                 self.open(tmp_path, "--name", "a", "--overwrite")
-        assert [path.name for path in (tmp_path / "a").iterdir()] == [".config.json.tmp"]
+        assert [path.name for path in (tmp_path / "a").iterdir()] == [".config.json.node-7"]
         self.open(tmp_path, "--name", "a", *flags)
         assert len(json.loads((tmp_path / "a/config.json").read_text())["launches"]) == 1
 
