@@ -102,7 +102,7 @@ class Agent(LocalElasticAgent):
         if self.others and not STOPPED_BY:  # ranks that a signal stops may end one after another
             if result.state == WorkerState.HEALTHY:
                 self.others.check()
-            elif result.is_failed() and not is_hang(failures_of(result)):
+            elif result.is_failed() and (script.is_set() or not is_hang(failures_of(result))):
                 self.others.tell(cause_of_failure(failures_of(result)).removesuffix(OWN_ERROR))
         return result
 
@@ -164,7 +164,7 @@ def failures_of(result: RunResult) -> dict[int, Failure]:
 
 
 def is_hang(failures: dict[int, Failure]) -> bool:
-    """Whether ranks have ended because of a hang: those of all nodes do, once their reports are written."""
+    """Whether a recipe's ranks have ended because of a hang: those of all nodes do, with their reports written."""
     return any(failure.status == HANG_STATUS for failure in failures.values())
 
 

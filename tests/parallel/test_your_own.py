@@ -284,6 +284,22 @@ def test_a_rank_that_has_left_the_others_is_named(tmp_path, recipe, nodes):
     assert line.endswith(f"ended with status 1; its own error is above; {early}")
 
 
+@pytest.mark.slow
+def test_a_failure_on_another_node_ends_ranks_that_do_not_notice_it(tmp_path):
+    """As those on GPUs, which wait in the driver."""
+    source = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(600)"
+    (tmp_path / "train.py").write_text(source)
+    place = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHON": sys.executable}
+    place |= {"SCRIPT": "train.py", "RUN_DIR": str(tmp_path / "run"), "GLOO_SOCKET_IFNAME": "lo"}
+    launch = str(ROOT / "scripts/launch.sh")
+    head, other = (Command(launch, "ddp", cwd=tmp_path, NODE_RANK=node, **place) for node in "01")
+    assert other.wait().status == 3
+    result = head.wait()
+    assert result.status == 1
+    what = r"error: node 1 failed: rank 1 \(pid \d+ on \S+\) ended with status 3"
+    assert re.fullmatch(f"{what}; the ranks of this node have not noticed, and are ended", result.errors[-1])
+
+
 def test_one_that_asks_for_another_start_is_told_to_resume(tmp_path):
     source = f"{SHOW}\nimport pathlib, sys\n(pathlib.Path(os.environ['RUN_DIR']) / 'snapshot.pt').touch()\n"
     result = Job(tmp_path, f"{source}sys.exit(75 if os.environ['RESUME'] == 'none' else 0)").wait()
