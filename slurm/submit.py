@@ -34,7 +34,6 @@ from recipes.common.errors import UserError
 from recipes.common.options import Options
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.node import shell_status
-from recipes.common.process.signals import blocked
 from scripts.launch import script
 from scripts.launch.command import (
     ONE_PROCESS,
@@ -374,20 +373,21 @@ def watch(jobs: list[Watched], number: str) -> None:
 
 def submit_to_slurm(args: Namespace, folder: Path, runs: list[Run]) -> int:
     """Submit the runs as one job or one array, and follow them; return the exit status."""
+    left = "\na job may have been queued: squeue --me lists yours"  # sbatch may not have said so yet
     try:
-        with blocked(signal.SIGINT):  # also for sbatch: a job may be queued before its number is known
-            submitted = submit_runs(args, folder, runs)
-            number = submitted[0].job_id.split("_")[0]
-            jobs = [Watched(run, job) for run, job in zip(runs, submitted, strict=True)]
-            log = jobs[0].log if len(jobs) == 1 else jobs[0].log.with_name(f"{number}_*_0_log.out")
-            print(f"job {number}: {describe(args, runs)}, record {folder}, log {log}", flush=True)
-            again = f"to follow it: tail -n +1 -F {log}; to cancel it: scancel {number}"
+        submitted = submit_runs(args, folder, runs)
+        number = submitted[0].job_id.split("_")[0]
+        jobs = [Watched(run, job) for run, job in zip(runs, submitted, strict=True)]
+        log = jobs[0].log if len(jobs) == 1 else jobs[0].log.with_name(f"{number}_*_0_log.out")
+        again = f"to follow it: tail -n +1 -F {log}; to cancel it: scancel {number}"
+        left = f"\njob {number} continues; {again}"
+        print(f"job {number}: {describe(args, runs)}, record {folder}, log {log}", flush=True)
         if not args.follow:
             print(again, flush=True)
             return 0
         watch(jobs, number)
     except KeyboardInterrupt:
-        print(f"\njob {number} continues; {again}", flush=True)
+        print(left, flush=True)
         return 128 + signal.SIGINT
     statuses = [job.end() for job in jobs]
     if args.sweep:

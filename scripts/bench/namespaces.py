@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -50,7 +51,8 @@ def measure(part: str, rounds: int) -> Iterator[Figure]:
         return
     with tempfile.NamedTemporaryFile(suffix=".json") as result:
         words = [part, "--rounds", str(rounds), "--result", result.name]
-        if status := run_in_foreground([sys.executable, "-m", MODULE, *words], cwd=ROOT):
+        # By TERM: at SIGINT alone, it would wait for what is inside, which has not got it.
+        if status := run_in_foreground([sys.executable, "-m", MODULE, *words], signal.SIGTERM, cwd=ROOT):
             raise RuntimeError(f"ended with status {status}")
         yield from (Figure(**row) for row in json.load(result))
 

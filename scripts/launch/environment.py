@@ -19,7 +19,8 @@ def reason_against(packages: "list[str]") -> str:
     if not all(files.values()):
         return f"has no {', '.join(name for name in packages if not files[name])}; install what is missing there"
     version_file = Path(str(files["torch"])).with_name("version.py")
-    version = re.search(r"^__version__ = '((\d+)\.(\d+).*)'", version_file.read_text(), re.MULTILINE)
+    text = version_file.read_text() if version_file.exists() else ""
+    version = re.search(r"^__version__ = '((\d+)\.(\d+).*)'", text, re.MULTILINE)
     if version and (int(version.group(2)), int(version.group(3))) < (2, 11):
         return f"has torch {version.group(1)}, and recipes need 2.11 or later; install that there"
     return ""

@@ -15,9 +15,12 @@ import time
 from torch.distributed import Store
 
 from recipes.common.errors import UserError
-from recipes.common.process.entry import LOST_RANK_STATUS
+from recipes.common.process.entry import LOST_RANK_STATUS, USAGE_STATUS
 from recipes.common.process.node import Failure, Node
+from recipes.common.process.ranks import connect_within
 from recipes.common.watch.notes import ANSWER_TIMEOUT_S, run_bounded
+from recipes.common.watch.timeouts import HANG_STATUS
+from scripts.launch import script
 
 LOOK_EVERY_S = 2.0
 """Time between two looks."""
@@ -25,64 +28,87 @@ LOOK_EVERY_S = 2.0
 LOST_GRACE_S = 10.0
 """How long ranks may take to notice a failure elsewhere by themselves, and to end."""
 
+REPORT_GRACE_S = 60.0
+"""The same after a hang: ranks that notice it write and combine their reports."""
+
+CAUSE, VICTIM = "failed", "lost"
+"""Keys of what the first node has said whose own ranks failed, and the first that has only lost others."""
+
 
 class FailedNodeError(UserError):
-    """Another node has failed, and the ranks of this one have not noticed it."""
-
-    status = 1
+    """Another node has failed, and ranks of this one still run."""
 
 
 class OtherNodes:
     """What a job's other nodes know of this one, and this one of them, in a store that node 0 serves."""
 
-    failure = ""
-    """The first node that has failed and how, as it has said; "" if none has, or it is this one."""
+    cause = ""
+    """How the first node to fail has failed, if it is another one."""
 
     def __init__(self, node: Node, store: Store) -> None:
-        self._failed = f"node {node.node_rank} failed: "
-        self._store = store
-        self._since = 0.0
+        self._node, self._store = node, store
+        self._failure, self._status, self._since = "", 1, 0.0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._look, name="other nodes", daemon=True)
         self._thread.start()
 
-    def tell(self, cause: str) -> None:
-        """Say that this node has failed, unless another one has said so of itself."""
-        text = self._failed + cause
-        first, _ = run_bounded(
-            lambda: self._store.compare_set("failed", "", text), b"", RuntimeError, ANSWER_TIMEOUT_S
-        )
-        self._note(first.decode())
+    def tell(self, failures: dict[int, Failure], how: str) -> None:
+        """Say that this node has failed and how, unless another one has said so of itself."""
+        statuses = {failure.status for failure in failures.values()}
+        key = VICTIM if statuses <= {LOST_RANK_STATUS, -signal.SIGABRT} else CAUSE
+        known = (USAGE_STATUS,) if script.is_set() else (USAGE_STATUS, HANG_STATUS)
+        status = next((status for status in known if status in statuses), 1)
+        text = f"{status} node {self._node.node_rank} failed: {how}"
+        run_bounded(lambda: self._store.compare_set(key, "", text), b"", RuntimeError, ANSWER_TIMEOUT_S)
+        run_bounded(self._read, None, RuntimeError, ANSWER_TIMEOUT_S)
 
     def excuse(self, failures: dict[int, Failure]) -> dict[int, Failure]:
         """Return how ranks have failed; after a failure elsewhere, NCCL aborts those that have lost another."""
         aborted = {rank for rank, failure in failures.items() if failure.status == -signal.SIGABRT}
-        if not (aborted and self.failure):
+        if not (aborted and self.cause):
             return failures
-        print(f"error: {self.failure}", file=sys.stderr, flush=True)
+        print(f"error: {self.cause}", file=sys.stderr, flush=True)
         return failures | {rank: failures[rank]._replace(status=LOST_RANK_STATUS) for rank in aborted}
 
     def check(self) -> None:
-        """Raise FailedNodeError if another node failed LOST_GRACE_S ago."""
-        if self.failure and time.monotonic() > self._since + LOST_GRACE_S:
-            raise FailedNodeError(f"{self.failure}; the ranks of this node have not noticed, and are ended")
+        """Raise FailedNodeError if another node failed a while ago."""
+        grace_s = REPORT_GRACE_S if self._status == HANG_STATUS else LOST_GRACE_S
+        if self._failure and time.monotonic() > self._since + grace_s:
+            error = FailedNodeError(f"{self._failure}; ranks of this node still ran, and are ended")
+            error.status = self._status
+            raise error
 
     def close(self) -> None:
         """Look no longer: node 0 may end."""
         self._closed.set()
         self._thread.join(LOOK_EVERY_S)
 
-    def _note(self, failure: str) -> None:
-        if failure and not self.failure and not failure.startswith(self._failed):
-            self.failure, self._since = failure, time.monotonic()
+    def _note(self, text: str, is_cause: bool = False) -> None:
+        status, failure = text.split(" ", 1)
+        if not failure.startswith(f"node {self._node.node_rank} "):
+            self._since = self._since or time.monotonic()  # first: check() may look at once
+            self._status, self._failure = int(status), failure
+            self.cause = failure if is_cause else ""
+
+    def _read(self) -> None:
+        if self._store.check([CAUSE]):
+            self._note(self._store.get(CAUSE).decode(), is_cause=True)
+        elif not self._failure and self._store.check([VICTIM]):
+            self._note(self._store.get(VICTIM).decode())
 
     def _look(self) -> None:
         has_head_left = False
         try:
-            while not self.failure and not self._closed.wait(LOOK_EVERY_S):
-                if self._store.check(["failed"]):
-                    self._note(self._store.get("failed").decode())
+            while not self.cause and not self._closed.wait(LOOK_EVERY_S):
+                self._read()
                 has_head_left = has_head_left or self._store.check(["left/0"])
         except RuntimeError:
-            if not (has_head_left or self._closed.is_set()):
-                self._note("node 0 ended, see its log")
+            if not (self._failure or has_head_left or self._closed.is_set() or self._head_answers()):
+                self._note("1 node 0 ended, see its log")
+
+    def _head_answers(self) -> bool:
+        try:
+            connect_within(self._node.master_addr, self._node.master_port, 0)
+        except OSError:
+            return False
+        return True

@@ -54,12 +54,12 @@ def start_process(command: Sequence[str], environment: Mapping[str, str], **stre
     )
 
 
-def run_in_foreground(command: Sequence[str], **how: Any) -> int:
-    """Run a command that gets Ctrl-C as this process does, and gets it when this process ends; return its status.
+def run_in_foreground(command: Sequence[str], at_end: int = signal.SIGINT, **how: Any) -> int:
+    """Run a command that gets Ctrl-C as this process does, and `at_end` when this one ends; return its status.
 
     At Ctrl-C, subprocess.run() would kill a launcher after 0.25 s, before it has ended its ranks and said so.
     """
-    process = subprocess.Popen(command, preexec_fn=partial(end_with_parent, number=signal.SIGINT), **how)
+    process = subprocess.Popen(command, preexec_fn=partial(end_with_parent, number=at_end), **how)
     try:
         return process.wait()
     except KeyboardInterrupt:

@@ -33,11 +33,10 @@ from recipes.common.process.open_files import STORE_CONNECTIONS, allow_open_file
 from recipes.common.process.ranks import bind_address
 from recipes.common.process.rendezvous_errors import MissingNodeError, port_taken_error
 from recipes.common.watch.notes import Notes, find_missing, run_bounded
-from recipes.common.watch.timeouts import HANG_STATUS
 from scripts.launch import script
 from scripts.launch.command import warn
 from scripts.launch.echo import listen
-from scripts.launch.other_nodes import OtherNodes
+from scripts.launch.other_nodes import FailedNodeError, OtherNodes
 from scripts.launch.processes import end_sessions, wait_for
 from scripts.launch.rank_processes import (
     END_SIGNAL,
@@ -61,6 +60,9 @@ ANSWER_S = 5.0
 
 ARRIVAL_S = 0.01
 """How long a node whose ranks have failed stays at the exit barrier (0 would be without a limit)."""
+
+HEAD_ARRIVAL_S = 3.0
+"""The same of node 0, which serves the store: the others read there how it has failed."""
 
 MEET_WITHIN_S = 600.0
 """How long a script's ranks may take to meet in a process group before a warning says that they have not."""
@@ -102,8 +104,9 @@ class Agent(LocalElasticAgent):
         if self.others and not STOPPED_BY:  # ranks that a signal stops may end one after another
             if result.state == WorkerState.HEALTHY:
                 self.others.check()
-            elif result.is_failed() and (script.is_set() or not is_hang(failures_of(result))):
-                self.others.tell(cause_of_failure(failures_of(result)).removesuffix(OWN_ERROR))
+            elif result.is_failed():
+                failures = failures_of(result)
+                self.others.tell(failures, cause_of_failure(failures).removesuffix(OWN_ERROR))
         return result
 
     def _warn_if_alone(self) -> None:
@@ -130,8 +133,8 @@ class Agent(LocalElasticAgent):
         super()._exit_barrier()
 
     def release_others(self) -> None:
-        """Arrive at the exit barrier, where nodes whose ranks have finished wait for this one; do not wait."""
-        self._exit_barrier_timeout = ARRIVAL_S
+        """Arrive at the exit barrier, where nodes whose ranks have finished wait for this one."""
+        self._exit_barrier_timeout = ARRIVAL_S if self._worker_group.group_rank else HEAD_ARRIVAL_S
         run_bounded(super()._exit_barrier, None, Exception, ANSWER_S)
 
     def ranks_that_left_elsewhere(self) -> dict[int, Failure]:
@@ -161,11 +164,6 @@ def end_ranks(
 def failures_of(result: RunResult) -> dict[int, Failure]:
     """Return how a node's failed ranks have ended."""
     return {rank: Failure(failure.exitcode, failure.pid) for rank, failure in result.failures.items()}
-
-
-def is_hang(failures: dict[int, Failure]) -> bool:
-    """Whether a recipe's ranks have ended because of a hang: those of all nodes do, with their reports written."""
-    return any(failure.status == HANG_STATUS for failure in failures.values())
 
 
 def choose_numa_options(node: Node, options: list[str]) -> NumaOptions | None:
@@ -308,7 +306,14 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
         agent.notes = Notes(PrefixStore(f"{job}/agents", store), node.nnodes)
         agent.store, agent.own_keys = (store if node.node_rank == 0 else None), f"{job}/"
         agent.others = OtherNodes(node, PrefixStore(f"{job}/agents", store)) if node.nnodes > 1 else None
-        result = agent.run()
+        try:
+            result = agent.run()
+        except FailedNodeError:
+            agent.release_others()
+            raise
+        finally:
+            if agent.others:
+                agent.others.close()
         left = agent.ranks_that_left() | agent.ranks_that_left_elsewhere() if result.is_failed() else {}
         failures = failures_of(result)
         if agent.others and not script.is_set():
@@ -316,8 +321,6 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
         status = node_status(failures | left)
         if result.is_failed():
             agent.release_others()
-        if agent.others:
-            agent.others.close()
         del store  # on node 0 it is the server for all nodes
         return status
     except DistError as error:

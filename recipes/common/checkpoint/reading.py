@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -97,16 +97,21 @@ def read_checkpoint(path: Path, check: ShardCheck | None = None) -> dict[str, An
     """
     if is_special(path):
         raise BadCheckpointError(NO_FILE)
-    load = partial(torch.load, path, map_location="cpu", weights_only=True)
-    checking, loading = begin([partial(_check_bytes, path), load], 2)  # at the same time: both wait for the disk
-    wait([checking, loading])
+    # At the same time, as both wait for the disk. A daemon thread in torch's C++ code would abort Python's end.
+    [checking] = begin([partial(_check_bytes, path)], 1)
+    content = failure = None
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        failure = error
     try:
         checking.result()  # first: a wrong checksum is the reason for whatever torch has raised
-        content = loading.result()
+        if failure:
+            raise failure
     except (OSError, MemoryError, RuntimeError) as error:  # RuntimeError: torch's own allocator and reader
         raise _read_error(path, error) from error
     except BadCheckpointError:
-        if loading.exception() is None and is_weights_alone(loading.result()):
+        if is_weights_alone(content):
             raise BadCheckpointError("it holds only weights, as make export writes them, and no step") from None
         raise
     except Exception as error:

@@ -16,6 +16,7 @@ import math
 import os
 import queue
 import secrets
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -137,6 +138,17 @@ def _read_piece(
             target[row - first : row - first + count].copy_(kept)
 
 
+@contextlib.contextmanager
+def end_at_ctrl_c() -> Iterator[None]:
+    """End at Ctrl-C by the signal itself: a daemon thread in torch's C++ code would abort Python's own end."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGINT)
+
+
+@end_at_ctrl_c()
 def share_checks(action: Callable[[ShardCheck], T], peers: Peers, timeout_s: float, allowed_s: float) -> T:
     """Return action(check), where check() divides the shard files among all ranks; call it on all ranks.
 
