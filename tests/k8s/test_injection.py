@@ -32,7 +32,7 @@ if sys.argv[1:3] == ["-m", "scripts.launch.interface"]:
     print("lo")
 elif sys.argv[1:3] == ["-m", "scripts.launch.cores"]:
     print(8)
-else:
+elif sys.argv[1] == "-m":
     print("launcher", json.dumps({"argv": sys.argv[1:], "env": dict(os.environ)}))
 """
 
