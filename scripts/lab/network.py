@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -19,8 +18,9 @@ from pathlib import Path
 
 from recipes.common.errors import UserError
 from recipes.common.process.node import shell_status
+from recipes.common.process.parent import end_with_parent
 from scripts.launch.local import free_port, node_environment
-from scripts.launch.processes import rank_environment, run_in_foreground, run_side_by_side
+from scripts.launch.processes import rank_environment, run_side_by_side
 
 SUBNET = "10.79.0"
 INSIDE = "NETWORK_INSIDE"
@@ -51,10 +51,11 @@ def enter(module: str, argv: Sequence[str]) -> None:
     own = ["--pid", "--fork", "--kill-child=KILL", "--mount-proc", "--mount", "--net", "--propagation", "private"]
     again = ["unshare", *own, sys.executable, "-m", module, *argv]
     # unshare ignores TERM, this process does not: when it ends, the kernel kills unshare and all that is inside.
-    try:
-        sys.exit(shell_status(run_in_foreground(again, signal.SIGKILL, env={**os.environ, INSIDE: "1"})))
-    except KeyboardInterrupt:  # the command inside got it as well, and has cleaned up
-        sys.exit(128 + signal.SIGINT)
+    inside = subprocess.Popen(again, env={**os.environ, INSIDE: "1"}, preexec_fn=end_with_parent)
+    while inside.returncode is None:
+        with contextlib.suppress(KeyboardInterrupt):  # the command inside gets it too, and cleans up
+            inside.wait()
+    sys.exit(shell_status(inside.returncode))
 
 
 def run_checked(*words: str) -> None:

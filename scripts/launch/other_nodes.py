@@ -16,11 +16,12 @@ from torch.distributed import Store
 
 from recipes.common.errors import UserError
 from recipes.common.process.entry import LOST_RANK_STATUS, USAGE_STATUS
-from recipes.common.process.node import Failure, Node
+from recipes.common.process.node import OWN_ERROR, Failure, Node
 from recipes.common.process.ranks import connect_within
 from recipes.common.watch.notes import ANSWER_TIMEOUT_S, run_bounded
 from recipes.common.watch.timeouts import HANG_STATUS
 from scripts.launch import script
+from scripts.launch.rank_processes import cause_of_failure, own_failures
 
 LOOK_EVERY_S = 2.0
 """Time between two looks."""
@@ -52,18 +53,23 @@ class OtherNodes:
         self._thread = threading.Thread(target=self._look, name="other nodes", daemon=True)
         self._thread.start()
 
-    def tell(self, failures: dict[int, Failure], how: str) -> None:
-        """Say that this node has failed and how, unless another one has said so of itself."""
-        statuses = {failure.status for failure in failures.values()}
-        key = VICTIM if statuses <= {LOST_RANK_STATUS, -signal.SIGABRT} else CAUSE
+    def tell_failures(self, failures: dict[int, Failure]) -> None:
+        """Say how this node's ranks have failed, unless another node has said so of its own."""
+        statuses = {failure.status for failure in own_failures(failures).values()}
         known = (USAGE_STATUS,) if script.is_set() else (USAGE_STATUS, HANG_STATUS)
         status = next((status for status in known if status in statuses), 1)
+        is_victim = statuses <= {LOST_RANK_STATUS, -signal.SIGABRT}
+        self.tell(status, cause_of_failure(failures).removesuffix(OWN_ERROR), VICTIM if is_victim else CAUSE)
+
+    def tell(self, status: int, how: str, key: str = CAUSE) -> None:
+        """Say with which status and how this node has failed, unless another node has said so of itself."""
         text = f"{status} node {self._node.node_rank} failed: {how}"
-        run_bounded(lambda: self._store.compare_set(key, "", text), b"", RuntimeError, ANSWER_TIMEOUT_S)
-        run_bounded(self._read, None, RuntimeError, ANSWER_TIMEOUT_S)
+        if not self._failure or key == CAUSE:
+            run_bounded(lambda: self._store.compare_set(key, "", text), b"", RuntimeError, ANSWER_TIMEOUT_S)
 
     def excuse(self, failures: dict[int, Failure]) -> dict[int, Failure]:
         """Return how ranks have failed; after a failure elsewhere, NCCL aborts those that have lost another."""
+        run_bounded(self._read, None, RuntimeError, ANSWER_TIMEOUT_S)
         aborted = {rank for rank, failure in failures.items() if failure.status == -signal.SIGABRT}
         if not (aborted and self.cause):
             return failures

@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.numa.binding import AffinityMode, NumaOptions
 
 from recipes.common.errors import UserError
-from recipes.common.process.node import OWN_ERROR, Failure, Node, check_head, missing_nodes_error
+from recipes.common.process.node import Failure, Node, check_head, missing_nodes_error
 from recipes.common.process.open_files import STORE_CONNECTIONS, allow_open_files
 from recipes.common.process.ranks import bind_address
 from recipes.common.process.rendezvous_errors import MissingNodeError, port_taken_error
@@ -44,7 +44,6 @@ from scripts.launch.rank_processes import (
     SAVING,
     STOP_GRACE_S,
     STOPPED_BY,
-    cause_of_failure,
     node_status,
     rank_command,
     send_stop_signals,
@@ -60,9 +59,6 @@ ANSWER_S = 5.0
 
 ARRIVAL_S = 0.01
 """How long a node whose ranks have failed stays at the exit barrier (0 would be without a limit)."""
-
-HEAD_ARRIVAL_S = 3.0
-"""The same of node 0, which serves the store: the others read there how it has failed."""
 
 MEET_WITHIN_S = 600.0
 """How long a script's ranks may take to meet in a process group before a warning says that they have not."""
@@ -105,8 +101,7 @@ class Agent(LocalElasticAgent):
             if result.state == WorkerState.HEALTHY:
                 self.others.check()
             elif result.is_failed():
-                failures = failures_of(result)
-                self.others.tell(failures, cause_of_failure(failures).removesuffix(OWN_ERROR))
+                self.others.tell_failures(failures_of(result))
         return result
 
     def _warn_if_alone(self) -> None:
@@ -133,8 +128,8 @@ class Agent(LocalElasticAgent):
         super()._exit_barrier()
 
     def release_others(self) -> None:
-        """Arrive at the exit barrier, where nodes whose ranks have finished wait for this one."""
-        self._exit_barrier_timeout = ARRIVAL_S if self._worker_group.group_rank else HEAD_ARRIVAL_S
+        """Arrive at the exit barrier, where nodes whose ranks have finished wait for this one; do not wait."""
+        self._exit_barrier_timeout = ARRIVAL_S
         run_bounded(super()._exit_barrier, None, Exception, ANSWER_S)
 
     def ranks_that_left_elsewhere(self) -> dict[int, Failure]:
@@ -308,7 +303,9 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
         agent.others = OtherNodes(node, PrefixStore(f"{job}/agents", store)) if node.nnodes > 1 else None
         try:
             result = agent.run()
-        except FailedNodeError:
+        except UserError as error:
+            if agent.others and not isinstance(error, FailedNodeError):  # but a StuckRankError
+                agent.others.tell(error.status, str(error))
             agent.release_others()
             raise
         finally:

@@ -1,5 +1,6 @@
 """What a node learns of another one's failure, and from when on it ends ranks that still run."""
 
+import re
 import socket
 
 import pytest
@@ -49,29 +50,32 @@ def failure_of(others):
 def test_the_others_end_with_a_status_that_keeps_its_meaning(job, monkeypatch, status, told):
     monkeypatch.setattr(other_nodes, "REPORT_GRACE_S", 0.0)
     head, other = job(0), job(1)
-    other.tell({1: Failure(status, 7)}, "rank 1 ended")
-    assert failure_of(head) == (told, "node 1 failed: rank 1 ended; ranks of this node still ran, and are ended")
+    other.tell_failures({1: Failure(status, 7)})
+    place = rf"rank 1 \(pid 7 on \S+\) (ended with status {status}|was killed by SIGKILL)"
+    shown, said = failure_of(head)
+    assert shown == told
+    assert re.fullmatch(f"node 1 failed: {place}; ranks of this node still ran, and are ended", said)
     other.check()  # it knows of itself
 
 
 def test_after_a_hang_ranks_have_time_for_their_reports(job):
     head = job(0)
-    job(1).tell({1: Failure(3, 7)}, "rank 1 hung")
+    job(1).tell_failures({1: Failure(3, 7)})
     wait_until(lambda: head.cause, 20, "the cause")
     head.check()
 
 
-@pytest.mark.parametrize("status", [69, -6])
-def test_a_node_that_only_lost_others_is_no_cause(job, status):
-    """Its ranks may end before the one that they lost, which closes its connections first."""
+@pytest.mark.parametrize("statuses", [[69], [-6], [69, -6, -12]])
+def test_a_node_that_only_lost_others_is_no_cause(job, statuses):
+    """Its ranks may end before the one that they lost, which closes its connections first; -12 is the agent's."""
     head, lost, first = job(0), job(2), job(1)
-    lost.tell({2: Failure(status, 8)}, "rank 2 lost another rank")
+    lost.tell_failures({2 + i: Failure(status, 8) for i, status in enumerate(statuses)})
     wait_until(lambda: head._failure, 20, "the victim")
     assert not head.cause
     assert head.excuse({0: Failure(-6, 9)}) == {0: Failure(-6, 9)}
-    first.tell({1: Failure(5, 7)}, "rank 1 ended")
+    first.tell_failures({1: Failure(5, 7)})
     wait_until(lambda: head.cause, 20, "the cause")
-    assert failure_of(head)[1].startswith("node 1 failed: rank 1 ended; ")
+    assert failure_of(head)[1].startswith("node 1 failed: rank 1 (pid 7 on ")
     assert head.excuse({0: Failure(-6, 9)}) == {0: Failure(69, 9)}
     assert first.excuse({1: Failure(-6, 7)}) == {1: Failure(-6, 7)}
 

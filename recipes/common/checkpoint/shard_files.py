@@ -18,6 +18,7 @@ import queue
 import secrets
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -144,6 +145,7 @@ def end_at_ctrl_c() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
+        sys.stdout.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)
 
