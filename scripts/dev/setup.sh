@@ -54,16 +54,17 @@ if ! { true >>.venv.lock; } 2>/dev/null; then
     exit 2
 fi
 exec 9>.venv.lock
-lock() { "$python" -c "import fcntl, signal, sys
-signal.signal(signal.SIGINT, signal.SIG_DFL) # no traceback at Ctrl-C
+lock() { "$python" -c "import fcntl, sys
 try: fcntl.flock(9, fcntl.LOCK_EX | $1)
 except OSError as error: sys.exit(2 if isinstance(error, BlockingIOError) else 1)"; }
 status=0
 lock fcntl.LOCK_NB || status=$?
 if ((status == 2)); then
     say "waiting for another set-up of .venv"
-    lock 0
-elif ((status != 0)); then # Lustre without flock
+    status=0
+    lock 0 2>/dev/null || status=$? # at Ctrl-C, Python's traceback
+fi
+if ((status != 0)); then # Lustre without flock
     echo "warning: cannot lock .venv.lock on this file system: let no other set-up run at the same time" >&2
 fi
 is_ready && exit 0
