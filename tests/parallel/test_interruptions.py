@@ -445,8 +445,8 @@ def test_kill_9_of_any_process_ends_all_within_10_s(uninterrupted, tmp_path, vic
     assert largest_difference(weights(tmp_path / "killed"), weights(whole)) == 0
 
 
-FAILS_LATE = """
-import os
+ENDS_LATE = """
+import os, threading, time
 from torch import nn
 
 class Net(nn.Sequential):
@@ -456,15 +456,22 @@ class Net(nn.Sequential):
 
     def forward(self, x):
         self.passes += self.training
-        if self.passes == 10 and os.environ["RANK"] == "1":
-            raise ValueError("no such shape")
+        if self.passes == 10:
+            if os.environ["RANK"] == "1":
+                RANK_1
+            RANK_0
         return super().forward(x)
 """
 
 
+def write_model(path, rank_1, rank_0="pass"):
+    """Write a module with a model whose ranks execute these statements in their tenth pass."""
+    path.write_text(ENDS_LATE.replace("RANK_1", rank_1).replace("RANK_0", rank_0))
+
+
 @pytest.mark.parametrize("recipe", ["ddp", *slow("spawn")])
 def test_the_rank_with_an_error_of_its_own_is_blamed_and_not_the_one_that_lost_it(tmp_path, recipe):
-    (tmp_path / "late.py").write_text(FAILS_LATE)
+    write_model(tmp_path / "late.py", 'raise ValueError("no such shape")')
     words = ("scripts.launch.local", recipe, "--nproc-per-node", "2", "--", "--model", "late:Net")
     result = run_command(sys.executable, "-m", *words, "--runs-dir", str(tmp_path), PYTHONPATH=str(tmp_path))
     lines = [re.sub(r"^\[rank1\]: ", "", line) for line in result.stderr.splitlines()]
@@ -492,23 +499,6 @@ def test_ctrl_c_while_a_checkpoint_is_read_ends_a_rank_at_once(tmp_path):
     assert job.wait(10) == Result(-signal.SIGINT, "", "")
 
 
-DOES_NOT_NOTICE = """
-import os, threading, time
-from torch import nn
-
-class Net(nn.Sequential):
-    def __init__(self, data):
-        super().__init__(nn.Flatten(), nn.Linear(64, 10))
-        self.passes = 0
-
-    def forward(self, x):
-        self.passes += self.training
-        if self.passes == 10:
-            if os.environ["RANK"] == "1":
-                os._exit(5)
-            THEN
-        return super().forward(x)
-"""
 NOTICED = "error: node 1 failed: rank 1 (pid PID on HOST) ended with status 5"
 
 
@@ -522,7 +512,7 @@ NOTICED = "error: node 1 failed: rank 1 (pid PID on HOST) ended with status 5"
 )
 def test_a_failure_on_another_node_ends_ranks_that_do_not_notice_it(tmp_path, then, said):
     """On GPUs, a rank waits in the driver, until NCCL aborts it or for ever, as this one does."""
-    (tmp_path / "mine.py").write_text(DOES_NOT_NOTICE.replace("THEN", then))
+    write_model(tmp_path / "mine.py", "os._exit(5)", then)
     words = words_for(tmp_path, "mine", "--model", "mine:Net")
     place = {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     place |= {"PYTHON": sys.executable, "PYTHONPATH": str(tmp_path), "GLOO_SOCKET_IFNAME": "lo"}
