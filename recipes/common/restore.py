@@ -124,7 +124,11 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     for parameter, values in optimizer.state.items():
         for name, value in (values or {}).items():  # None: with ZeRO, another rank updates this parameter
             # A fused kernel needs all tensors of a parameter in one memory format; the checkpoint's may differ.
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
+            if (
+                isinstance(value, Tensor)
+                and value.shape == parameter.shape
+                and value.stride() != parameter.stride()
+            ):
                 values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 

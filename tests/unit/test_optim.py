@@ -108,6 +108,16 @@ def test_a_state_that_was_written_in_another_memory_format_is_loaded_in_that_of_
     assert momentum.stride() == weight.stride() != expected.stride()
 
 
+def test_a_state_that_fits_is_not_copied():
+    """It is as large as the weights, or twice as large."""
+    weight = nn.Parameter(torch.ones(4, 3))
+    saved = {"momentum_buffer": torch.randn(4, 3)}
+    optimizer = build_optimizer(single.options([]), nn.ParameterList([weight]), ALONE)
+    load_optimizer_state(optimizer, {"state": {0: saved}, "param_groups": [{"params": [0]}]})
+    [values] = optimizer.state.values()
+    assert values["momentum_buffer"] is saved["momentum_buffer"]
+
+
 @pytest.fixture
 def tf32():
     """Return a function that returns whether matrix products and convolutions may use TF32."""

@@ -26,6 +26,7 @@ from recipes.common.data.splits import Data
 from recipes.common.models.models import build_model
 from recipes.common.optim import build_optimizer
 from recipes.common.options import Options
+from recipes.common.restore import load_optimizer_state
 from recipes.common.world.peers import Peers
 from recipes.single.train import options
 from scripts.launch.command import parse
@@ -66,7 +67,7 @@ def timed_restore(path: Path, args: Options) -> float:
     begin = time.perf_counter()
     content = read_checkpoint(path)
     model.load_state_dict(content["model"])
-    optimizer.load_state_dict(content["optimizer"])
+    load_optimizer_state(optimizer, content["optimizer"])
     return time.perf_counter() - begin
 
 
