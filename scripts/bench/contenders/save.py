@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import sys
 import time
+from collections import deque
 from functools import partial
 from pathlib import Path
 
@@ -53,6 +54,14 @@ def timed_read(path: Path) -> float:
     return time.perf_counter() - begin
 
 
+def timed_load(path: Path) -> float:
+    """Return the seconds that torch.load alone takes for a file on the disk."""
+    drop_from_memory(path)
+    begin = time.perf_counter()
+    torch.load(path, map_location="cpu", weights_only=True)
+    return time.perf_counter() - begin
+
+
 def build(args: Options, device: torch.device) -> tuple[Data, nn.Module, Optimizer]:
     """Return the data, and a new model and its optimizer."""
     data = load_data(args, device, on_bad_image=print)
@@ -71,12 +80,13 @@ def timed_restore(path: Path, args: Options) -> float:
     return time.perf_counter() - begin
 
 
-def timed_reads(path: Path, args: Options, number: int) -> tuple[float, float]:
-    """Return the seconds to read a checkpoint as bytes, and to restore it; they take turns in being the first."""
-    if number % 2:
-        restore_s = timed_restore(path, args)
-        return timed_read(path), restore_s
-    return timed_read(path), timed_restore(path, args)
+def timed_reads(path: Path, args: Options, number: int) -> dict[str, float]:
+    """Return the seconds of each way to read a checkpoint; they take turns in being the first."""
+    ways = {"restore": partial(timed_restore, path, args), "load": partial(timed_load, path)}
+    ways["read"] = partial(timed_read, path)
+    names = deque(ways)
+    names.rotate(number)
+    return {name: ways[name]() for name in names}
 
 
 def copies(size: int, count: int) -> list[float]:
@@ -130,10 +140,11 @@ def main() -> None:
     # As a job that resumes, each in a new process, whose memory no training has used.
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         reads = partial(timed_reads, writer.newest, args)
-        read_s, restore_s = zip(*pool.map(reads, range(READS * own_args.saves), chunksize=1), strict=True)
+        turns = pool.map(reads, range(READS * own_args.saves), chunksize=1)
     size = writer.newest.stat().st_size
-    figures = {"write_s": write_s, "begin_s": begin_s, "copy_s": copies(size, own_args.saves)}
-    print(json.dumps({**figures, "restore_s": restore_s, "read_s": read_s, "bytes": size}), flush=True)
+    figures = {"write_s": write_s, "begin_s": begin_s, "copy_s": copies(size, own_args.saves), "bytes": size}
+    figures |= {f"{name}_s": [turn[name] for turn in turns] for name in turns[0]}
+    print(json.dumps(figures), flush=True)
 
 
 if __name__ == "__main__":
