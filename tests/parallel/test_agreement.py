@@ -7,8 +7,11 @@ import os
 import pickle
 import re
 import shutil
+import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from recipes.common.data import imagefolder
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.parallel import groups
+from recipes.common.parallel.groups import gather_values
 from recipes.common.process import entry
 from recipes.common.world import agreement, devices
 from recipes.common.world.devices import start_gpu
@@ -255,6 +259,53 @@ def test_a_state_arrives_bit_for_bit_one_tensor_at_a_time():
     assert received["model"]._metadata == tree["model"]._metadata
     assert received["model"]["0.weight"].stride() == model[0].weight.stride()
     assert received["odd"][0][0].stride() == tensors[0].stride()
+
+
+class Meeting:
+    """Ranks that are threads: each of them gets what all have given."""
+
+    def __init__(self, world_size):
+        self.given = [None] * world_size
+        self.barrier = threading.Barrier(world_size, timeout=30)
+
+    def meet(self, rank, value):
+        self.given[rank] = value
+        self.barrier.wait()
+        given = list(self.given)
+        self.barrier.wait()
+        return given
+
+    def peers(self, rank):
+        meet = functools.partial(self.meet, rank)
+        return SimpleNamespace(
+            rank=rank,
+            watch=lambda name: contextlib.nullcontext(),
+            gather_objects=meet,
+            begin_vote=lambda vote: functools.partial(meet, vote),
+        )
+
+
+def test_parts_of_a_state_arrive_bit_for_bit_in_pieces(monkeypatch):
+    """The parts differ in size; the last rank is none of the group."""
+    weight = torch.randn(8, 3, 3, 3).contiguous(memory_format=torch.channels_last).requires_grad_()
+    odd = [torch.randn(5, 7).T, torch.tensor(3.0, dtype=torch.float64), torch.zeros(0, 4), torch.tensor(True)]
+    others = [torch.arange(3, dtype=torch.int16), torch.randn(4).bfloat16(), torch.ones(2, 3)[:, 1]]
+    values = [{"weight": weight}, {0: {"step": 1, "odd": odd}, 1: (0.9, weight.detach())}, others, None]
+    everyone, group, pieces = Meeting(len(values)), Meeting(len(values) - 1), []
+
+    def gather(piece, rows, group_dst, group):
+        meet, rank = group
+        pieces.append(piece)
+        for row, own in zip(rows or (), meet(rank, piece), strict=not rank):
+            row.copy_(own)
+
+    monkeypatch.setattr(groups, "PIECE_BYTES", 300)
+    monkeypatch.setattr(torch.distributed, "gather", gather)
+    with ThreadPoolExecutor(len(values)) as pool:
+        found = list(pool.map(lambda r: gather_values(values[r], everyone.peers(r), (group.meet, r)), range(4)))
+    assert is_equal(found, [values[:3], None, None, None])
+    assert found[0][1][1][1].stride() == weight.stride()
+    assert max(map(len, pieces)) == 100
 
 
 def watch_the_content():

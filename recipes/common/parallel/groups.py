@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import io
+from collections import deque
+from collections.abc import Iterator
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from recipes.common.options import Options
 from recipes.common.watch.timeouts import group_timeout, wait_timeout
 from recipes.common.world.peers import Peers
+from recipes.common.world.tree import Slot, bytes_of, fill_slots, map_tree, outline_of
 
 T = TypeVar("T")
 
@@ -45,23 +48,54 @@ def gather_values(value: T | None, peers: Peers, group: dist.ProcessGroup) -> li
 
     Ranks outside of the group give None. Values may hold what a checkpoint may; rank 0 gets tensors on the CPU.
     """
-    own = torch.empty(0, dtype=torch.uint8)
-    if value is not None:
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        own = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-    with peers.watch("checkpoint"):
-        sizes = [size for size in peers.gather_objects(len(own)) if size]
     is_first = peers.rank == 0
-    rows = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes] if is_first else []
+    outline, tensors = outline_of(None if is_first else value)
+    text, own = io.BytesIO(), deque(bytes_of(tensor.detach()) for tensor in tensors)
+    if value is not None:
+        torch.save(outline, text)
+    with peers.watch("checkpoint"):
+        given = peers.gather_objects((text.getvalue(), sum(map(len, own))))
+    texts, sizes = zip(*(pair for pair in given if pair[0]), strict=True)
+    values: list[Any] = []
+    places = [deque[Tensor]() for _ in sizes]
+    if is_first:
+        values = [map_tree(value, torch.is_tensor, lambda tensor: tensor.detach().cpu())]
+        values += map(reserve, texts[1:], places[1:])
     step = max(1, PIECE_BYTES // len(sizes))
+    rows = torch.empty(len(sizes) * is_first, min(step, max(sizes)), dtype=torch.uint8)
     for start in range(0, max(sizes), step):
-        piece = slice(start, min(start + step, max(sizes)))
         with peers.watch("checkpoint"):  # of each: on a slow network, all of them take longer than a wait may
             if value is not None:
-                part = nn.functional.pad(own[piece], (0, piece.stop - start - len(own[piece])))
+                piece = torch.zeros(min(step, max(sizes) - start), dtype=torch.uint8)
+                for part, content in beside(piece, own):
+                    part.copy_(content)
+                got = list(rows[:, : len(piece)].unbind())
                 # Checkpoint: each rank of the group sends its bytes to rank 0, padded to the longest's.
-                dist.gather(part, [row[piece] for row in rows] if is_first else None, group=group, group_dst=0)
+                dist.gather(piece, got or None, group=group, group_dst=0)
+                for row, place in zip(got, places, strict=False):
+                    for part, content in beside(row, place):
+                        content.copy_(part)
             peers.begin_vote(0)()  # ranks that send nothing wait for this piece, too
-    texts = (io.BytesIO(rows.pop(0)[:size].numpy().tobytes()) for size in sizes)
-    return [torch.load(text, map_location="cpu", weights_only=True) for text in texts] if is_first else None
+    return values if is_first else None
+
+
+def reserve(text: bytes, place: deque[Tensor]) -> Any:
+    """Return the value of an outline that was saved as `text`; put the memory of its tensors into `place`."""
+
+    def fill(slot: Slot) -> Tensor:
+        place.append(slot.new_bytes())
+        return slot.tensor_of(place[-1])
+
+    with torch.serialization.safe_globals([Slot]):
+        return fill_slots(torch.load(io.BytesIO(text), weights_only=True), fill)
+
+
+def beside(piece: Tensor, contents: deque[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield parts of a piece, each with as many bytes from the front of `contents`, which are removed there."""
+    while len(piece) and contents:
+        content = contents.popleft()
+        count = min(len(piece), len(content))
+        yield piece[:count], content[:count]
+        piece = piece[count:]
+        if count < len(content):
+            contents.appendleft(content[count:])
