@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from recipes.common.data import gpu_decode, load_data
-from recipes.common.data.images import import_nvimgcodec
+from recipes.common.data.images import Box, import_nvimgcodec
+from recipes.common.data.workers import Sample
 from recipes.single.train import options
 from tests.conftest import need_gpus, require
 from tests.images import make_images
@@ -21,6 +22,34 @@ def words(tmp_path_factory):
     require("nvimgcodec", import_nvimgcodec(), "nvImageCodec is not installed", remedy)
     folder = make_images(tmp_path_factory.mktemp("images"))
     return "--data", "imagefolder", "--data-dir", str(folder), "--image-size", "32", "--workers", "1"
+
+
+class Engine:
+    """Writes each image to the same memory as soon as it is called, as a GPU's JPEG engine does."""
+
+    def __init__(self):
+        need_gpus()
+        self.device, self.calls = torch.device("cuda", 0), 0
+        self.memory = torch.zeros(4, 4, 3, dtype=torch.uint8, device=self.device)
+        self.stream = torch.cuda.Stream(self.device)
+
+    def __call__(self, parts):
+        self.calls += 1
+        with torch.cuda.stream(self.stream):
+            self.memory.fill_(self.calls)
+        self.stream.synchronize()
+        return [self.memory for _ in parts]
+
+
+def test_a_batch_keeps_its_pixels_while_the_next_one_is_decoded():
+    """Training is behind: it reads a batch when the engine has written the images of the next one."""
+    decode = gpu_decode.BatchDecoder(4, lambda pixels, is_flipped: pixels, str, Engine())
+    sample = Sample(gpu_decode.encode(b"a JPEG", 0, False, Box(0, 0, 4, 4)), torch.tensor(1), "", False)
+    batches = []
+    for _ in range(3):
+        torch.cuda._sleep(200_000_000)  # cycles: some 0.1 s of training that is queued
+        batches.append(decode(gpu_decode.collate([sample] * 2))[0])
+    assert [batch.unique().tolist() for batch in batches] == [[1], [2], [3]]
 
 
 @pytest.mark.parametrize("half", ["train", "test"])

@@ -400,6 +400,7 @@ def change_torch_cuda() -> None:
         "set_device": set_current,
         "device": Current,
         "synchronize": lambda device=None: None,
+        "_sleep": lambda cycles: None,
         "get_device_name": lambda device=None: "Stand-in",
         "get_device_properties": lambda device=None: SimpleNamespace(total_memory=2**30, multi_processor_count=1),
         "get_device_capability": lambda device=None: (9, 0),

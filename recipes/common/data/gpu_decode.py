@@ -36,6 +36,9 @@ class Encoded(NamedTuple):
 EncodedBatch = tuple[Encoded, Tensor, Sequence[str], Sequence[bool]]
 """The fields of Sample, for a batch."""
 
+DecodedBatch = tuple[Tensor, Tensor, list[str], list[bool]]
+"""The same, decoded."""
+
 
 def encode(content: bytes, index: int, is_flipped: bool, box: Box) -> Encoded:
     """Return a JPEG and the box of it to decode."""
@@ -117,9 +120,23 @@ class BatchDecoder:
         decode_parts: PartDecoder,
     ) -> None:
         self.size, self.fit, self.path, self.decode_parts = size, fit, path, decode_parts
+        self.stream = torch.cuda.Stream(decode_parts.device) if decode_parts.device.type == "cuda" else None
 
-    def __call__(self, batch: EncodedBatch) -> tuple[Tensor, Tensor, list[str], list[bool]]:
+    def __call__(self, batch: EncodedBatch) -> DecodedBatch:
         """Return the batch with decoded inputs: uint8, shape (B, S, S, 3), on the device."""
+        if not self.stream:
+            return self._decode(batch)
+        # A GPU's JPEG engine writes when it is called, whatever its stream still has to do. It may get the memory
+        # of the last batch's images: wait until these have been read. Training's own stream goes on meanwhile.
+        self.stream.synchronize()
+        with torch.cuda.stream(self.stream):
+            decoded = self._decode(batch)
+        current = torch.cuda.current_stream(self.stream.device)
+        current.wait_stream(self.stream)
+        decoded[0].record_stream(current)  # its memory is of the other stream
+        return decoded
+
+    def _decode(self, batch: EncodedBatch) -> DecodedBatch:
         (content, plan), targets, size = batch[0], batch[1], self.size
         faults, are_damaged, device = list(batch[2]), list(batch[3]), self.decode_parts.device
         rows = [(index, bool(flip), Box(*box)) for index, _, flip, *box in plan.tolist()]
