@@ -128,7 +128,8 @@ def wrap(model: nn.Module, args: FSDPOptions, world: World) -> FSDPModule:
     if args.cpu_offload and world.device.type == "cpu":
         raise UserError("--cpu-offload: shards are in main memory already on a CPU; drop it")
     checkpoint_blocks(model, args)
-    settings: dict[str, Any] = {"reshard_after_forward": args.reshard_after_forward}
+    # True would hold for the root, too: torch's default frees the blocks after their forward, and keeps the root.
+    settings: dict[str, Any] = {} if args.reshard_after_forward else {"reshard_after_forward": False}
     if args.cpu_offload:
         settings["offload_policy"] = CPUOffloadPolicy()
     # FSDP: a rank keeps 1/N of the rows of each parameter. An all-gather before a block's forward, and another
