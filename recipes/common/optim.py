@@ -61,11 +61,12 @@ def build_optimizer(args: Options, model: nn.Module, peers: Peers) -> torch.opti
         return run_on_all_ranks(lambda: build_user_optimizer(args, model), peers)
     make, settings = optimizer_class(args)
     parameters = list(model.parameters())
-    can_fuse = all(p.is_floating_point() and not hasattr(p, "device_mesh") for p in parameters)
-    if can_fuse and any(p.is_cuda for p in parameters):
+    meshes = {getattr(p, "device_mesh", None) for p in parameters}
+    can_fuse = meshes == {None} or (len(meshes) == 1 and args.optimizer == "adamw")
+    if can_fuse and any(p.is_cuda for p in parameters) and all(p.is_floating_point() for p in parameters):
         # A fused kernel updates all parameters and reads the loss scaler's result on the GPU: the host need not
-        # wait. There is none for complex numbers, and SGD has none for shards (DTensor, with a mesh). A pipeline's
-        # other stages stay on the CPU.
+        # wait. There is none for complex numbers, and for shards (DTensor, with a mesh) only AdamW's, if all have
+        # the same mesh. A pipeline's other stages stay on the CPU.
         settings["fused"] = True
     return make(parameter_groups(args, parameters), **settings)
 
@@ -129,27 +130,31 @@ def build_scaler(args: Options, device: torch.device) -> torch.amp.GradScaler:
     return torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
 
 
-def clear_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Set the momentum of a fused SGD to zeros, which is the same as none.
+def fill_momentum(optimizer: torch.optim.Optimizer, may_skip: bool) -> None:
+    """Set the momentum that a fused SGD has not got yet to zeros, which is the same as none.
 
-    Otherwise fused SGD allocates its momentum in the first step, but writes it only if the scaler lets that step
-    pass: if the first gradients overflow, the next step would add uninitialised memory.
+    Fused SGD takes the momentum of all parameters or of none: it fails at a first gradient in a later step, as of
+    a branch or of a layer that was frozen. `may_skip`: the scaler may skip a step. Fused SGD would allocate its
+    momentum in the first step, and not write it: the next step would add uninitialised memory.
     """
     for group in optimizer.param_groups:
         if group.get("fused") and group.get("momentum"):
-            for parameter in group["params"]:
+            given = [parameter for parameter in group["params"] if parameter.grad is not None]
+            without = [p for p in given if optimizer.state.get(p, {}).get("momentum_buffer") is None]
+            for parameter in without if may_skip or len(without) < len(given) else ():
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def densify_gradients(args: Options, parameters: Iterable[nn.Parameter]) -> None:
-    """Make sparse gradients dense if there is momentum, which is dense in a checkpoint.
+    """Make sparse gradients dense on GPUs, where SGD is fused, and if there is momentum.
 
-    A sparse momentum would also grow with each step: SGD appends the rows of every gradient.
+    Momentum is dense in a checkpoint. A sparse one would also grow with each step: SGD appends the rows of every
+    gradient.
     """
-    if args.momentum and args.takes_sparse_gradients:
-        for parameter in parameters:
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.to_dense()
+    for parameter in parameters if args.takes_sparse_gradients else ():
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse and (args.momentum or gradient.is_cuda):
+            parameter.grad = gradient.to_dense()
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
@@ -174,8 +179,7 @@ def optimizer_step(
     """
     parameters = list(parameters)
     densify_gradients(args, parameters)
-    if scaler.is_enabled() and not optimizer.state:
-        clear_momentum(optimizer)
+    fill_momentum(optimizer, may_skip=scaler.is_enabled())
     if args.clip_grad_norm:
         scaler.unscale_(optimizer)  # clip by the norm of the unscaled gradient
         gradients = [clip(parameters, args.clip_grad_norm)]  # finite only if all of them are

@@ -26,7 +26,7 @@ from recipes.common.models.batchnorm import check_groups, check_parts, group_bat
 from recipes.common.models.blocks import checkpoint_blocks
 from recipes.common.models.models import build_model
 from recipes.common.nonfinite import NonFiniteError
-from recipes.common.optim import autocast, build_optimizer, build_scaler, densify_gradients
+from recipes.common.optim import autocast, build_optimizer, build_scaler, densify_gradients, fill_momentum
 from recipes.common.options import parse
 from recipes.common.parallel.groups import gather_values
 from recipes.common.process.entry import run_main
@@ -117,6 +117,7 @@ def update(owners: dict[nn.Parameter, set[int]], world: Grid, job: Job, check: C
             dist.all_reduce(squares, group=world.mesh.get_group("pp"))
         nn.utils.clip_grads_with_norm_(own, job.args.clip_grad_norm, squares.sqrt())
     if check([p.grad for p in own if p.grad is not None]):
+        fill_momentum(job.optimizer, may_skip=False)
         job.optimizer.step()
     if job.is_unseen_optimizer:
         partition.check_groups_agree(job.args, job.optimizer, world)

@@ -135,6 +135,18 @@ def test_shards_pass_from_two_gpus_to_one(tmp_path, cpu, more):
     assert losses(tmp_path / "fsdp-2") == pytest.approx(losses(cpu), rel=FP32)
 
 
+@pytest.mark.parametrize("more", [(), ("--async-checkpoints", "--sharded-checkpoints")], ids=str)
+def test_shards_under_adamw_pass_from_two_gpus_to_one(tmp_path, more):
+    """A fused kernel updates them; its counts of steps are on the GPU."""
+    need_gpus(2)
+    words = (*STEPS, "--optimizer", "adamw", "--lr", "0.001")
+    expected = train("single", tmp_path / "cpu", 1, *words, "--device", "cpu")
+    words += ("--device", "cuda", *more)
+    train("fsdp", tmp_path, 2, *words, "--max-steps", "30")
+    run_ranks("fsdp", words_for(tmp_path, "fsdp-2", *words, "--resume", "auto"), 1, tmp_path / "later")
+    assert losses(tmp_path / "fsdp-2") == pytest.approx(losses(expected), rel=FP32)
+
+
 @pytest.mark.parametrize("data", ["imagefolder", "shards"])
 def test_photos_give_the_losses_of_the_cpu(tmp_path, data):
     folder = make_images(tmp_path / "photos")

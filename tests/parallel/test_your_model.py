@@ -1145,6 +1145,14 @@ def test_tensors_that_nccl_cannot_send_are_refused_in_one_line_too(monkeypatch):
             buckets.wrap_in_ddp(torch.nn.Linear(1, 1), options([]))
 
 
+def test_sparse_gradients_that_nccl_cannot_sum_are_refused(monkeypatch):
+    """Its ranks would fail in their first backward."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 2), torch.nn.EmbeddingBag(4, 2, mode="sum", sparse=True))
+    with pytest.raises(UserError, match=r"^--model lenet: 1 has sparse gradients, which NCCL cannot sum; make it"):
+        buckets.wrap_in_ddp(model, options([]))
+
+
 @pytest.mark.parametrize("argv", [(), *slow((("--resume", "auto"),))])
 def test_frozen_parameters_of_any_type_are_in_fsdps_checkpoints(start, tmp_path, argv):
     quantised = ("--data", "mine:spirals", "--model", "mine:Quantised")

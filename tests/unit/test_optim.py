@@ -29,13 +29,16 @@ def test_parameters_on_gpus_are_updated_by_a_fused_kernel(name):
             # The CPU has the parameters of a pipeline's other stages.
             build_optimizer(args, parameters_on("cuda:0", "cpu"), ALONE),
         ]
-        shards = parameters_on("cuda:0")
-        shards[0].device_mesh = "a mesh"
         waves = nn.ParameterList([torch.ones(3, dtype=torch.complex64, device="cuda:0")])  # no kernel takes these
-        others = [build_optimizer(args, parameters, ALONE) for parameters in (parameters_on("cpu"), shards, waves)]
+        some, all_of_one, of_two = (parameters_on("cuda:0", "cuda:0") for _ in range(3))
+        for parameter, mesh in ((some[0], "a"), *((p, "a") for p in all_of_one), *zip(of_two, "ab", strict=True)):
+            parameter.device_mesh = mesh
+        shards = build_optimizer(args, all_of_one, ALONE)
+        others = [build_optimizer(args, own, ALONE) for own in (parameters_on("cpu"), waves, some, of_two)]
     assert all(one._step_supports_amp_scaling for one in fused)
     assert [one.param_groups[0]["fused"] for one in fused] == [True, True]
-    assert [one.param_groups[0]["fused"] for one in others] == [None] * 3
+    assert shards.param_groups[0]["fused"] is (True if name == "adamw" else None)
+    assert [one.param_groups[0]["fused"] for one in others] == [None] * 4
 
 
 @pytest.fixture
@@ -82,6 +85,45 @@ def test_a_first_step_that_overflows_leaves_nothing_behind(name, argv, garbage, 
     assert found[3] == found[2]
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def steps_of_late(argv, monkeypatch, fused):
+    """Return both weights after each of three steps; only in the last one, the second has a gradient."""
+    args = single.options(["--lr", "0.5", "--weight-decay", "0", *argv])
+    with monkeypatch.context() as patch:
+        if fused:
+            patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+        parameters = nn.ParameterList([torch.ones(3), torch.ones(3)])
+        optimizer, scaler = build_optimizer(args, parameters, ALONE), build_scaler(args, CPU)
+        seen = []
+        for own in (parameters[:1], parameters[:1], parameters):
+            for parameter in own:
+                parameter.grad = torch.full((3,), 2.0)
+            optimizer_step(args, parameters, optimizer, scaler, lambda gradients: True)
+            seen.append([parameter.tolist() for parameter in parameters])
+    assert optimizer.param_groups[0]["fused"] is (True if fused else None)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_parameter_whose_first_gradient_is_late_is_updated_by_a_fused_kernel(name, monkeypatch):
+    """As of a branch that is drawn, or a layer that was frozen: torch's fused SGD takes all momentum or none."""
+    found, expected = (steps_of_late(("--optimizer", name), monkeypatch, fused) for fused in (True, False))
+    assert found[-1][1] != [1.0] * 3
+    for ours, theirs in zip(found, expected, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one == pytest.approx(other, rel=1e-6)
+
+
+@pytest.mark.parametrize("momentum", ["0", "0.9"])
+def test_a_fused_kernel_gets_no_sparse_gradient(momentum, fused):
+    args = single.options(["--momentum", momentum, "--weight-decay", "0", "--lr", "1", "--model", "mine:net"])
+    model = nn.Embedding(4, 2, sparse=True)
+    before = model.weight.detach().clone()
+    optimizer = build_optimizer(args, model, ALONE)
+    model(torch.tensor([1])).sum().backward()
+    optimizer_step(args, model.parameters(), optimizer, build_scaler(args, CPU), lambda gradients: True)
+    assert torch.allclose(before - model.weight, torch.tensor([0.0, 1, 0, 0]).unsqueeze(1).expand(4, 2))
 
 
 def test_the_host_waits_for_no_fp16_step(fused, monkeypatch):

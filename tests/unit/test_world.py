@@ -22,6 +22,7 @@ from recipes.common.errors import UserError
 from recipes.common.nonfinite import NonFiniteError
 from recipes.common.process.ranks import Ranks
 from recipes.common.process.rendezvous_errors import MissingNodeError
+from recipes.common.world import devices
 from recipes.common.world import world as world_module
 from recipes.common.world.agreement import run_on_all_ranks, shard
 from recipes.common.world.devices import choose_device, choose_devices
@@ -353,6 +354,14 @@ def test_a_process_of_several_gpus_has_those_of_its_place(monkeypatch):
     assert found == [torch.device("cuda", 0), torch.device("cuda", 2)]
     with pytest.raises(UserError, match=r"3 processes on \S+ need 2 GPUs each, 4 visible; start at most 2 "):
         choose_device("auto", Ranks(0, 0, 3, 3), devices_per_rank=2)
+
+
+def test_gpus_are_counted_when_one_is_in_use(monkeypatch):
+    """Before, torch counts what the driver lists; of several parts of GPUs (MIG), a process can use one."""
+    counts = [2, 1]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: counts[0])
+    monkeypatch.setattr(devices, "start_gpu", lambda device: counts.pop(0))
+    assert choose_devices("auto") == [torch.device("cuda", 0)]
 
 
 def test_a_gpu_that_does_not_work_is_not_replaced_by_the_cpu_unasked(monkeypatch):

@@ -285,7 +285,8 @@ def check_sparse(model: nn.Module, args: Options) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             what = f"--model {args.model}: {name or 'it'} has sparse gradients"
-            fix = "make it without sparse=True; RECIPE=ddp takes them with --optimizer sgd --weight-decay 0"
+            fix = "make it without sparse=True; RECIPE=single, and ddp on CPUs, take them with "
+            fix += "--optimizer sgd --weight-decay 0"
             raise UserError(f"{what}, which this recipe does not take with these options; {fix}")
 
 

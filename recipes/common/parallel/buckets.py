@@ -48,8 +48,14 @@ def wrap_in_ddp(
 
     `device` is the one of the module's inputs, which DDP moves to a GPU (default: it leaves them where they are).
 
-    Raises UserError if the backend cannot send a parameter or buffer.
+    Raises UserError if the backend cannot send a parameter, a buffer or a gradient.
     """
+    if any(parameter.is_cuda for parameter in module.parameters()):
+        for name, part in module.named_modules():
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+                what = f"--model {args.model}: {name} has sparse gradients, which NCCL cannot sum"
+                fix = "make it without sparse=True, or use RECIPE=single or horovod"
+                raise UserError(f"{what}; {fix}")
     try:
         ddp = DistributedDataParallel(
             module,

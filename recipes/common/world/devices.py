@@ -29,9 +29,9 @@ def choose_devices(wanted: str) -> list[torch.device]:
         raise UserError("--device cuda: no GPU is visible; use --device cpu")
     if not count:
         return [torch.device("cpu")]
-    devices = [torch.device("cuda", i) for i in range(count)]
-    start_gpu(devices[0])
-    return devices
+    start_gpu(torch.device("cuda", 0))
+    # Anew: until a GPU is used, torch counts those that the driver lists, of which MIG lets a process use one.
+    return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
 
 
 def choose_device(wanted: str, ranks: Ranks, devices_per_rank: int = 1, has_nccl: bool = True) -> torch.device:
