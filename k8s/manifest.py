@@ -250,12 +250,16 @@ def set_nodes(nodes: int, job: dict[str, Any], containers: list[dict[str, Any]])
     if "trainer" in job:
         job["trainer"]["numNodes"] = nodes
     for replicas in {"pytorchReplicaSpecs", "mpiReplicaSpecs"} & job.keys():
-        job[replicas]["Worker"]["replicas"] = nodes
+        before, job[replicas]["Worker"]["replicas"] = job[replicas]["Worker"]["replicas"], nodes
     if "elasticPolicy" in job:
-        job["elasticPolicy"]["maxReplicas"] = max(nodes, job["elasticPolicy"]["maxReplicas"])
-    elif "pytorchReplicaSpecs" in job:
-        # The operator adds up the restarts of all containers, and fails at the limit: allow three of each node.
-        job["runPolicy"]["backoffLimit"] = 3 * nodes + 1
+        before = job["elasticPolicy"]["maxReplicas"]
+        job["elasticPolicy"]["maxReplicas"] = nodes = max(nodes, before)
+    if "pytorchReplicaSpecs" in job:
+        # The operator adds up the restarts of all containers, and fails at the limit: allow three of each node. A
+        # limit that the user has raised stays.
+        policy = job["runPolicy"]
+        raised = policy["backoffLimit"] * (policy["backoffLimit"] > 3 * before + 1)
+        policy["backoffLimit"] = max(raised, 3 * nodes + 1)
 
 
 def set_gpus(gpus: int, nproc: int, job: dict[str, Any], templates: list[dict[str, Any]]) -> None:

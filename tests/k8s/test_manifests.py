@@ -15,7 +15,7 @@ import yaml
 
 from k8s import manifest
 from k8s.apply import check_options
-from k8s.manifest import GPU, KINDS, Request, load, parse, pod_templates, render, to_text
+from k8s.manifest import GPU, KINDS, Request, load, parse, pod_templates, render, set_nodes, to_text
 from recipes.common.errors import UserError
 from scripts.launch.recipe_options import read_option
 from tests.conftest import require
@@ -410,7 +410,21 @@ def test_limits_follow_the_number_of_nodes():
 
     most = [spec_of("pytorchjob-elastic", nodes)["elasticPolicy"]["maxReplicas"] for nodes in (2, 6)]
     assert most == [4, 6], "more may join than there are at first"
-    assert spec_of("pytorchjob", 2)["runPolicy"]["backoffLimit"] == 3 * 2 + 1, "three restarts of each container"
+    limits = [spec_of("pytorchjob", nodes)["runPolicy"]["backoffLimit"] for nodes in (1, 2, 8)]
+    assert limits == [4, 7, 25], "three restarts of each container"
+    limits = [spec_of("pytorchjob-elastic", nodes)["runPolicy"]["backoffLimit"] for nodes in (2, 8)]
+    assert limits == [13, 25], "of the most nodes"
+
+
+@pytest.mark.parametrize("kind", ["pytorchjob", "pytorchjob-elastic"])
+def test_a_limit_of_restarts_that_was_raised_stays(kind):
+    """Where nodes are drained often, as k8s/README.md says."""
+    [document] = load(f"{kind}.yaml")
+    job = document["spec"]
+    job["runPolicy"]["backoffLimit"] = 30
+    for nodes, limit in ((4, 30), (16, 49)):
+        set_nodes(nodes, job, [])
+        assert job["runPolicy"]["backoffLimit"] == limit
 
 
 def test_each_rendered_elastic_job_has_a_rendezvous_of_its_own():
