@@ -23,7 +23,7 @@ unset SLURM_EXPORT_ENV SLURM_CPU_BIND SLURM_CPU_BIND_{LIST,TYPE,VERBOSE}
 if [[ -n ${SLURM_SRUN_COMM_PORT:-} ]]; then unset SLURM_DISTRIBUTION; fi
 # A step on one node cannot have the GPUs of all nodes (sbatch --gpus), and a task is to see all GPUs of its node, not only its
 # share (--gpus-per-task, in Slurm 24.11 as SLURM_TRES_PER_TASK). The job's own request applies to a step that makes none: of the
-# file's --gpus-per-node and a user's --gres=gpu:4, the job has got the latter.
+# file's --gpus-per-node and a user's --gres=gpu:4 (refused since Slurm 26.05), the job has got the latter.
 asked=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}
 if [[ -n ${SLURM_GPUS_ON_NODE:-} && (-n ${SLURM_GPUS_PER_TASK:-} || ${SLURM_TRES_PER_TASK:-} == *gres/gpu* ||
     ${asked##*:} != "$SLURM_GPUS_ON_NODE" ||
@@ -265,7 +265,8 @@ show_share() {
 # set_python OPTIONS...: set the interpreter, in this repository's venv or in a container of pyxis or Apptainer, and the
 # arrays srun and container.
 set_python() {
-    srun=(srun --kill-on-bad-exit=1) container=() container_prefix="" gpus=${SLURM_GPUS_ON_NODE:-0}
+    # --wait=0: a site's WaitTime would kill ranks that still work when the first has ended.
+    srun=(srun --wait=0 --kill-on-bad-exit=1) container=() container_prefix="" gpus=${SLURM_GPUS_ON_NODE:-0}
     if [[ -z ${CONTAINER_IMAGE:-} ]]; then
         export PYTHON=${PYTHON:-$root/.venv/bin/python}
         if ! command -v "$PYTHON" >/dev/null; then
@@ -366,7 +367,7 @@ make_elastic() {
         fail "its store did not start on $RDZV_ENDPOINT (status $status); its error is above, fix it and submit again"
     fi
     disown "$store"
-    srun+=(--no-kill --kill-on-bad-exit=0 --wait=0)
+    srun+=(--no-kill --kill-on-bad-exit=0)
 }
 
 # stop_step SIGNAL: Slurm sends its signal before the time limit or a preemption to this script only (B:). Pass it on to

@@ -241,7 +241,7 @@ def submit_runs(args: Namespace, folder: Path, runs: list[Run]) -> list[Any]:
         time=None,  # submitit's default is 5 minutes
         setup=[f"source {shlex.quote(str(ROOT))}/slurm/job.sh", shlex.join(["begin_submitted", *map(str, own)])],
         teardown=["end_submitted $?"],
-        srun_args=["--kill-on-bad-exit=1", *cores],
+        srun_args=["--wait=0", "--kill-on-bad-exit=1", *cores],
         additional_parameters={**options, "requeue": True},  # also after the loss of a node
     )
     try:

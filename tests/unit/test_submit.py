@@ -79,7 +79,7 @@ def test_the_sbatch_file(tmp_path, sbatch_file):
     begin = f"begin_submitted {python} '' 10 {folder} {folder.parent}"
     assert f"source {shlex.quote(str(ROOT))}/slurm/job.sh\n{begin}\n" in text
     assert text.endswith("end_submitted $?")
-    srun = f"srun --unbuffered --output {folder}/%j_%t_log.out --kill-on-bad-exit=1 --cpus-per-task=8"
+    srun = f"srun --unbuffered --output {folder}/%j_%t_log.out --wait=0 --kill-on-bad-exit=1 --cpus-per-task=8"
     rank = f"{python} -m scripts.launch.hold_signals -u -m submitit.core._submit {folder}"
     assert f"{srun} {rank}" in text.splitlines()
 
