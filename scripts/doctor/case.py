@@ -51,6 +51,11 @@ class Case:
         value = self.facts.get(rank, {}).get(part)
         return default if value is None else value
 
+    def fabric(self, rank: int) -> str:
+        """Return a node's FABRIC: of site.env, which fabric.sh reads, or of the environment."""
+        variables = {**self.fact(rank, "variables", {}), **self.ranks.get(rank, {}).get("fabric", {})}
+        return variables.get("FABRIC") or "auto"
+
     def name(self, rank: int) -> str:
         """Return a node's name for the report."""
         host = self.fact(rank, "host")

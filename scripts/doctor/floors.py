@@ -3,8 +3,8 @@
 A comparison with other nodes does not show that all of them have fallen back: to an older PCIe generation, from
 NVLink to PCIe, or from RDMA to TCP. The floors lie between the two speeds: about half of the data sheet
 (scripts/plan/fabrics.py) for matrix products, above PCIe 4 for GPUs on PCIe 5, above PCIe for NVLink, and half of
-the port's rate for a rail. They have not been measured on every kind of GPU; Azure's health checks require more
-(55 GB/s from the host to an H200).
+the port's rate for a rail. On boards of four GPUs without NVSwitch, a pair has a third of a GPU's NVLinks. They
+have not been measured on every kind of GPU; Azure's health checks require more (55 GB/s from the host to an H200).
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ def minimum(tflops: float, host_gb_s: float, peer_gb_s: float = 0.0) -> dict[str
 FLOORS = {
     "B200": minimum(1100.0, 40.0, 350.0),
     "H200 NVL": minimum(400.0, 40.0),
-    "H200": minimum(450.0, 40.0, 200.0),
-    "H100 80GB HBM3": minimum(450.0, 40.0, 200.0),
-    "H100 PCIe": minimum(300.0, 40.0),
-    "A100-SXM4": minimum(150.0, 18.0, 120.0),
+    "GH200": minimum(450.0, 40.0, 100.0),
+    "H200": minimum(450.0, 40.0, 100.0),
+    "H100 80GB HBM3": minimum(450.0, 40.0, 100.0),
+    "H100 PCIe": minimum(300.0, 18.0),  # also in servers with PCIe 4
+    "A100-SXM4": minimum(150.0, 18.0, 60.0),
     "A100-PCIE": minimum(140.0, 18.0),
     "A100 80GB PCIe": minimum(140.0, 18.0),
 }
@@ -71,7 +72,7 @@ def rails(case: Case) -> Findings:
             speeds = [speed for other, speed in links.items() if case.machine(int(other)) != case.machine(node)]
             if str(rank.get("device", "")).startswith("cuda") and speeds and max(speeds) < least:
                 slow[rank["local_rank"]] = max(speeds)
-        if slow:
+        if slow and case.fabric(node) != "tcp":
             which = f"{'rails' if len(slow) > 1 else 'the rail'} of local rank {', '.join(map(str, sorted(slow)))}"
             speed = f"{median(slow.values()):.0f} Gbit/s, at least {least:.0f} are expected"
             fix = "see the transport (NCCL_DEBUG=INFO), the port (ibstat), its cable, and NCCL_IB_HCA"
@@ -82,9 +83,7 @@ def transport(case: Case) -> Findings:
     """Report NCCL over sockets on a node that has RDMA devices, or on which FABRIC asks for another network."""
     for node, found in sorted(case.ranks.items()):
         networks = {rank.get("network") for rank in found["ranks"]} - {None}
-        # FABRIC is set in site.env, which fabric.sh reads, or in the environment.
-        variables = {**case.fact(node, "variables", {}), **found.get("fabric", {})}
-        fabric = variables.get("FABRIC") or "auto"
+        fabric = case.fabric(node)
         if "Socket" not in networks or fabric == "tcp":
             continue
         remedy = "see docs/site.md: the device in the pod, libibverbs1 or aws-ofi-nccl in the image, locked memory"

@@ -186,7 +186,7 @@ def limits(case: Case) -> Findings:
             what = f"{most}, and its store for {ranks} ranks needs {needed}"
             yield case.error(rank, what, f"ulimit -Hn {needed} or more (limits.conf, LimitNOFILE= {where})")
         rdma = case.fact(rank, "rdma")
-        if rdma and 0 <= locked < LOCKED_BYTES:
+        if rdma and 0 <= locked < LOCKED_BYTES and case.fabric(rank) != "tcp":
             what = f"a process may lock {locked // 1024} KiB of memory, too little for {rdma[0]}"
             fix = f"ulimit -l unlimited (limits.conf, LimitMEMLOCK=infinity {where})"
             yield case.error(rank, what, fix)
@@ -266,8 +266,10 @@ def torch_works(case: Case) -> Findings:
         for device in torch["devices"]:
             if device.get("error") or not device["is_right"]:
                 why = device.get("error") or "a product of matrices is wrong"
-                what = f"{device['device']} ({device['name']}): {why}"
-                yield case.error(rank, what, "take the device out of service")
+                what, fix = f"{device['device']} ({device['name']}): {why}", "take the device out of service"
+                if re.search("no kernel image|ARCH_MISMATCH", why):
+                    fix = "this torch has no kernels for this GPU: install one of an older CUDA (docker/README.md)"
+                yield case.error(rank, what, fix)
             elif device["tflops"]:
                 speeds.setdefault(device["name"], []).append((device["tflops"], rank, device["device"]))
     for name, found in speeds.items():

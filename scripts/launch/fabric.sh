@@ -4,9 +4,10 @@
 #   FABRIC=auto MASTER_ADDR=node-a PYTHON=.venv/bin/python source scripts/launch/fabric.sh
 #
 #   ib     InfiniBand: NCCL finds it; Ethernet ports of the same cards are kept out of it
-#   roce   RDMA over Ethernet: NCCL (2.21 and later) finds the GID index; a traffic class is the network owner's matter
+#   roce   RDMA over Ethernet: NCCL (2.21 and later) finds the GID index; a traffic class is the network owner's matter;
+#          InfiniBand ports are kept out of it
 #   efa    AWS: FI_EFA_USE_HUGE_PAGE=0, or processes that fork (data loaders) break
-#   tcp    plain Ethernet: NCCL does not look for RDMA, and uses the interface that reaches MASTER_ADDR
+#   tcp    plain Ethernet: NCCL uses no RDMA and no plugin, and the interface that reaches MASTER_ADDR
 #   auto   the fastest of these that this process can use, else tcp
 #
 # A pod's /sys shows the machine's devices although it may not open them. A fabric can be used where a port is active,
@@ -27,10 +28,12 @@ fabric_devices() {
     done
 }
 
-# efa, ib or roce for one device of /sys/class/infiniband.
+# efa, ib, roce or iwarp, which NCCL cannot use, for one device of /sys/class/infiniband.
 fabric_of() {
     if [[ $(readlink "$1/device/driver") == */efa ]]; then
         echo efa
+    elif grep -qs RNIC "$1/node_type"; then
+        echo iwarp
     elif grep -qs InfiniBand "$1"/ports/*/link_layer; then
         echo ib
     else
@@ -134,7 +137,7 @@ fabric_set() {
 }
 
 set_fabric() {
-    local fabric reason="FABRIC" interface cores device ethernet="" fabric_said="" found
+    local fabric reason="FABRIC" interface cores device others="" fabric_said="" found
     local remedy="FABRIC=auto uses what is available"
     read_site || return 2
     fabric=${FABRIC:-auto}
@@ -158,17 +161,18 @@ set_fabric() {
     interface=$(RDZV_TIMEOUT_S=${RDZV_TIMEOUT_S:-${name_timeout_s:-0}} \
         "${PYTHON:-scripts/dev/python.sh}" -m scripts.launch.interface "${MASTER_ADDR:-127.0.0.1}") || return
     case $fabric in
-    ib)
+    ib | roce) # NCCL would take all devices
         for device in $(fabric_devices); do
-            if [[ $(fabric_of "$device") == roce ]]; then ethernet+=${ethernet:+,}$(basename "$device"); fi
+            if [[ $(fabric_of "$device") != "$fabric" ]]; then others+=${others:+,}$(basename "$device"); fi
         done
         # ^ leaves out, = compares whole names: ^mlx5_1 alone would also drop mlx5_10 and mlx5_11.
-        if [[ -n $ethernet ]]; then fabric_set NCCL_IB_HCA "^=$ethernet"; fi
+        if [[ -n $others ]]; then fabric_set NCCL_IB_HCA "^=$others"; fi
         ;;
     efa)
         fabric_set FI_EFA_USE_HUGE_PAGE 0
         ;;
     tcp)
+        if [[ $reason == FABRIC && -z ${NCCL_IB_DISABLE:-} ]]; then fabric_set NCCL_NET Socket; fi # plugins ignore the next one
         fabric_set NCCL_IB_DISABLE 1
         ;;
     esac

@@ -64,7 +64,12 @@ LAYERS = {"ib": "InfiniBand", "roce": "Ethernet", "efa": "Unspecified"}
 
 @pytest.mark.parametrize(
     ("fabric", "own"),
-    [("tcp", {"NCCL_IB_DISABLE": "1"}), ("roce", {}), ("ib", {}), ("efa", {"FI_EFA_USE_HUGE_PAGE": "0"})],
+    [
+        ("tcp", {"NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}),
+        ("roce", {}),
+        ("ib", {}),
+        ("efa", {"FI_EFA_USE_HUGE_PAGE": "0"}),
+    ],
 )
 def test_each_fabric_sets_as_little_as_it_needs(fabric, own, tmp_path):
     if fabric != "tcp":
@@ -116,6 +121,28 @@ def test_auto_finds_the_fabric_and_its_compute_rails(tmp_path, machine):
     if hcas:
         used = {name for name, _, _ in devices if selects(hcas, name)}
         assert used == {name for name, layer, _ in devices if layer == "InfiniBand"}
+
+
+def test_infiniband_for_storage_is_kept_out_of_roce(tmp_path):
+    """NCCL calls both of them IB, and would use all ports."""
+    for device in rails("mlx5_0 mlx5_1", "Ethernet") + rails("mlx5_2"):
+        plug_in(tmp_path, *device)
+    status, _, variables = source("roce", tmp_path)
+    assert (status, variables["NCCL_IB_HCA"]) == (0, "^=mlx5_2")
+
+
+def test_iwarp_is_no_roce(tmp_path):
+    """It has a uverbs device and an active Ethernet port, too, and NCCL fails on it."""
+    plug_in(tmp_path, "irdma0", "Ethernet", "irdma")
+    node_type = tmp_path / "class/infiniband/irdma0/node_type"
+    node_type.write_text("4: RNIC\n")
+    status, line, variables = source("auto", tmp_path)
+    assert (status, variables["NCCL_IB_DISABLE"]) == (0, "1")
+    assert "fabric tcp (no RDMA device)" in line
+    status, line, _ = source("roce", tmp_path)
+    assert (status, "FABRIC=roce cannot be used: no roce device" in line) == (2, True)
+    plug_in(tmp_path, "mlx5_0", "InfiniBand")
+    assert source("auto", tmp_path)[2]["NCCL_IB_HCA"] == "^=irdma0"
 
 
 FAULTS = {
