@@ -84,7 +84,7 @@ fi
 if [[ -n ${APT_SNAPSHOT:-} ]]; then arguments+=(--build-arg "APT_SNAPSHOT=$APT_SNAPSHOT"); fi
 if [[ -n ${TORCH_INDEX:-} ]]; then
     [[ -n ${BASE_IMAGE:-} ]] ||
-        refuse "TORCH_INDEX needs a base of the same CUDA, such as BASE_IMAGE=nvidia/cuda:12.8.1-base-ubuntu24.04"
+        refuse "TORCH_INDEX needs a base without CUDA 13, such as BASE_IMAGE=ubuntu:24.04"
     lock=run-${TORCH_INDEX##*/}.txt
     [[ -f requirements/$lock ]] ||
         refuse "there is no requirements/$lock; make lock TORCH_INDEX=$TORCH_INDEX TORCH=\"torch==... torchvision==...\" makes it"

@@ -11,8 +11,9 @@ set -euo pipefail
 CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 want=${1:-}
 unset PYTHONHOME # as venv's own activate does
-# Let packages go to .venv and nowhere else. (--target= below and PIP_USER=0 override a pip.conf.)
-unset PIP_TARGET PIP_PREFIX PIP_ROOT PIP_PYTHON
+# Let packages go to .venv and nowhere else. (--target= below and PIP_USER=0 override a pip.conf.) A constraint, as
+# NVIDIA's images of PyTorch set, would contradict requirements/.
+unset PIP_TARGET PIP_PREFIX PIP_ROOT PIP_PYTHON PIP_CONSTRAINT PIP_BUILD_CONSTRAINT
 export PIP_USER=0
 if [[ ! $want =~ ^(run|dev|bench)$ ]]; then
     echo "usage: scripts/dev/setup.sh run|dev|bench" >&2

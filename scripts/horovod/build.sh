@@ -10,7 +10,7 @@
 # ends in one line that says how, exit status 2. README.md beside this file lists the variables.
 set -euo pipefail
 
-unset PIP_TARGET PIP_PREFIX PIP_ROOT PIP_PYTHON # as in scripts/dev/setup.sh
+unset PIP_TARGET PIP_PREFIX PIP_ROOT PIP_PYTHON PIP_CONSTRAINT PIP_BUILD_CONSTRAINT # as in scripts/dev/setup.sh
 export PIP_USER=0
 
 VERSION=0.28.1
@@ -191,7 +191,7 @@ build() {
         "$python" -m pip install --require-hashes --only-binary :all: --no-deps --target "$work/tools" -r "$lock_file"
 
     # env -C and not cd in a subshell: a signal has to find this shell, which ends the compilers.
-    local tools=(env -C "$work/source" "PATH=$work/tools/bin:$PATH" "PYTHONPATH=$work/tools" CMAKE_GENERATOR=Ninja
+    local tools=(env -C "$work/source" "PATH=$work/tools/bin:${HOROVOD_CUDA_HOME:+$HOROVOD_CUDA_HOME/bin:}$PATH" "PYTHONPATH=$work/tools" CMAKE_GENERATOR=Ninja
         "CMAKE_BUILD_PARALLEL_LEVEL=${MAX_JOBS:-$(nproc)}"
         "CXXFLAGS=${CXXFLAGS:-} -ffile-prefix-map=$work/source/=") # Horovod's messages name their source file
     printf 'horovod==%s --hash=sha256:%s\n' "$VERSION" "$SHA256" >"$work/sdist.txt"

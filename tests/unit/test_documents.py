@@ -38,9 +38,9 @@ RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
 OTHERS_COMMANDS = r"pip|docker|kubectl|helm|kind|git|uv|sbatch|srun|scancel|\.venv/bin/hf"
 OTHERS_FLAGS = {
     *("--max-restarts", "--master-addr", "--master-port", "--gloo", "--check-build"),  # torchrun, horovodrun
-    *("--array", "--container-image", "--exclusive", "--export", "--gres", "--hint"),  # Slurm
+    *("--array", "--container-image", "--exclusive", "--export", "--gres", "--hint", "--nodelist"),  # Slurm
     *("--kill-on-bad-exit", "--list-reasons", "--mem-bind", "--mpi", "--ntasks-per-node", "--signal"),
-    *("--shm-size", "--zstd", "--max-count"),  # docker, tar, grep
+    *("--shm-size", "--chmod", "--zstd", "--max-count"),  # docker, Dockerfiles, tar, grep
     *("--junit-xml", "--require-hashes", "--logdir"),  # pytest, pip, tensorboard
     *("--batch-size", "--checkpoint", "--out"),  # a user's script
 }

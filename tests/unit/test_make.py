@@ -571,9 +571,11 @@ def test_setup_that_fails_shows_pips_last_lines(checkout):
 def test_setup_installs_into_its_environment_whatever_pip_is_told(checkout):
     python = checkout / ".venv/bin/python"
     install = '*" pip install "*)\n'
-    checks = "[[ -z ${PIP_TARGET:-}${PIP_PREFIX:-} && ${PIP_USER:-} == 0 && $* == *' --target= '* ]] || exit 1\n"
+    checks = "[[ -z ${PIP_TARGET:-}${PIP_PREFIX:-}${PIP_CONSTRAINT:-} && ${PIP_USER:-} == 0 ]] || exit 1\n"
+    checks += "[[ $* == *' --target= '* ]] || exit 1\n"
     python.write_text(python.read_text().replace(install, install + checks))
     own = {"PIP_TARGET": "/elsewhere", "PIP_PREFIX": "/elsewhere", "PIP_USER": "1"}
+    own["PIP_CONSTRAINT"] = "/etc/pip/constraint.txt"  # as NVIDIA's images of PyTorch set it
     assert run_command(str(checkout / "scripts/dev/setup.sh"), "run", **own).status == 0
 
 
