@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections import deque
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -80,13 +80,17 @@ def timed_restore(path: Path, args: Options) -> float:
     return time.perf_counter() - begin
 
 
-def timed_reads(path: Path, args: Options, number: int) -> dict[str, float]:
-    """Return the seconds of each way to read a checkpoint; they take turns in being the first."""
-    ways = {"restore": partial(timed_restore, path, args), "load": partial(timed_load, path)}
-    ways["read"] = partial(timed_read, path)
-    names = deque(ways)
-    names.rotate(number)
-    return {name: ways[name]() for name in names}
+WAYS: dict[str, Callable[[Path, Options], float]] = {
+    "restore": timed_restore,
+    "load": lambda path, args: timed_load(path),
+    "read": lambda path, args: timed_read(path),
+}
+"""How a checkpoint is read; restore is a recipe's."""
+
+
+def timed(way: str, path: Path, args: Options) -> float:
+    """Return the seconds of one of WAYS."""
+    return WAYS[way](path, args)
 
 
 def copies(size: int, count: int) -> list[float]:
@@ -137,13 +141,13 @@ def main() -> None:
             train(2 * max(write_s))
         writer.wait()  # else the next save would wait for this one
     assert writer.newest
-    # As a job that resumes, each in a new process, whose memory no training has used.
+    # As a job that resumes, each in a new process, whose memory nothing else has used.
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        reads = partial(timed_reads, writer.newest, args)
-        turns = pool.map(reads, range(READS * own_args.saves), chunksize=1)
+        read = partial(timed, path=writer.newest, args=args)
+        seconds = pool.map(read, list(WAYS) * READS * own_args.saves, chunksize=1)
     size = writer.newest.stat().st_size
     figures = {"write_s": write_s, "begin_s": begin_s, "copy_s": copies(size, own_args.saves), "bytes": size}
-    figures |= {f"{name}_s": [turn[name] for turn in turns] for name in turns[0]}
+    figures |= {f"{way}_s": seconds[i :: len(WAYS)] for i, way in enumerate(WAYS)}
     print(json.dumps(figures), flush=True)
 
 
