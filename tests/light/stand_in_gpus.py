@@ -368,6 +368,9 @@ def install() -> None:
 
     threading.Thread.run = run_with_devices
     Devices().__enter__()  # until the process ends
+    # A forked process makes torch's threads anew at their first use: if autograd's threads of two devices came to
+    # it at the same time, one of them would find none, and abort.
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
 
 
 def change_tensors() -> None:
