@@ -15,6 +15,7 @@ from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.models.models import build_model
 from recipes.common.optim import is_users, parameter_indices
+from recipes.common.world.peers import own_part
 
 
 def restore(job: Job, content: dict[str, Any]) -> None:
@@ -124,11 +125,9 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     for parameter, values in optimizer.state.items():
         for name, value in (values or {}).items():  # None: with ZeRO, another rank updates this parameter
             # A fused kernel needs all tensors of a parameter in one memory format; the checkpoint's may differ.
-            if (
-                isinstance(value, Tensor)
-                and value.shape == parameter.shape
-                and value.stride() != parameter.stride()
-            ):
+            if not isinstance(value, Tensor) or value.shape != parameter.shape:
+                continue
+            if own_part(value).stride() != own_part(parameter).stride():
                 values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 

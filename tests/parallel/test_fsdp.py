@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from recipes.common import loop
@@ -22,9 +23,12 @@ from recipes.common.data import load_data
 from recipes.common.errors import UserError
 from recipes.common.language import LanguageModel
 from recipes.common.models.models import build_model
+from recipes.common.optim import optimizer_state
+from recipes.common.parallel.sharding import own_shards
 from recipes.common.process.ranks import read_ranks
 from recipes.common.watch.watch import Watch
 from recipes.common.world.peers import Peers
+from recipes.common.world.tree import broadcast_tree
 from recipes.common.world.world import connected_world
 from recipes.fsdp import train as fsdp
 from recipes.fsdp.initialise import UnknownInitError, build_shards, rows
@@ -72,6 +76,61 @@ def test_cpus_beside_gpus_wait_in_the_group_that_has_the_time_out(monkeypatch):
         assert (mesh.mesh_dim_names, mesh.mesh.tolist()) == (("shard",), [0])
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def alone():
+    """A job of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Peers(torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+class Headed(nn.Module):
+    """Two blocks, and a head that belongs to the root."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2)
+
+    def forward(self, inputs):
+        return self.head(self.blocks(inputs))
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"), [((), {"head"}), (("--no-reshard-after-forward",), {"head", "blocks"})]
+)
+def test_what_is_in_no_block_is_gathered_once_in_a_pass(alone, argv, expected):
+    """Backward begins with it, so that nothing would hide a second gather."""
+    model = wrap(Headed(), options(list(argv)), alone)
+
+    def gathered():
+        return {name.split(".")[0] for name, value in model.named_parameters() if not isinstance(value, DTensor)}
+
+    for _ in range(2):
+        assert gathered() == set()
+        loss = model(torch.ones(1, 2)).sum()
+        assert gathered() == expected
+        loss.backward()
+
+
+def test_state_that_a_whole_model_wrote_gets_the_memory_format_of_shards(alone):
+    """A fused kernel would pair the numbers of one with others of the other, without an error."""
+    whole = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+    written = torch.optim.AdamW(whole.parameters())
+    whole(torch.randn(1, 3, 5, 5)).sum().backward()
+    written.step()
+    content = {"model": whole.state_dict(), "optimizer": optimizer_state(written)}
+    model = fully_shard(nn.Conv2d(3, 8, 3), mesh=build_mesh(options([]), alone))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    restoring.load_optimizer_state(
+        optimizer, broadcast_tree(content, alone, functools.partial(own_shards, model))["optimizer"]
+    )
+    for parameter, state, expected in zip(
+        model.parameters(), optimizer.state.values(), written.state.values(), strict=True
+    ):
+        assert torch.equal(state["exp_avg"].full_tensor(), expected["exp_avg"])
+        assert state["exp_avg"].to_local().stride() == parameter.to_local().stride()
 
 
 def test_bf16_gathers_half_and_stays_close(single, tmp_path):
