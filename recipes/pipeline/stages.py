@@ -106,7 +106,7 @@ class RankPipeline:
         losses: list[Tensor] = []
         # Pipeline: the first stage takes the inputs, activations and their gradients cross between neighbours (a
         # microbatch's output_shape each way), and the last stage takes the targets.
-        # Else the last stage would keep the outputs of all microbatches, and then a copy of them.
+        # return_outputs: the last stage would keep the outputs of all microbatches, and then copy them.
         self.schedule.step(*self.given(inputs), target=targets, losses=losses, return_outputs=False)
         for ddp in self.ddp if exchange else ():
             if isinstance(ddp, DistributedDataParallel):  # else there is one replica

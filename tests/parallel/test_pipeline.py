@@ -1,5 +1,6 @@
 """Pipeline against the one-process run: the same numbers for every grid, schedule and kind of split."""
 
+import functools
 import shlex
 
 import pytest
@@ -32,8 +33,26 @@ def assert_equal(run, expected):
 
 
 def say_schedules():
+    """Print which schedule is made, and of a step in training how many outputs it has kept, if any."""
     for name, make in list(SCHEDULES.items()):
-        SCHEDULES[name] = lambda *args, name=name, make=make, **how: print(f"by {name}") or make(*args, **how)
+        SCHEDULES[name] = functools.partial(watched, name, make)
+
+
+def watched(name, make, *args, **how):
+    print(f"by {name}")
+    schedule = make(*args, **how)
+    step = schedule.step
+
+    def stepping(*inputs, **given):
+        result = step(*inputs, **given)
+        stages = getattr(schedule, "_stages", None) or [schedule._stage]
+        kept = sum(len(stage.output_chunks) for stage in stages)
+        if "target" in given and (kept or result is not None):
+            print(f"kept {kept} outputs")
+        return result
+
+    schedule.step = stepping
+    return schedule
 
 
 @pytest.mark.parametrize(
@@ -49,7 +68,9 @@ def test_every_step_equals_single(single, tmp_path, world_size, stages, options)
     argv = ("--stages", str(stages), *options, *STEPS)
     run = train("pipeline", tmp_path, world_size, *argv, setup=say_schedules)
     assert_equal(run, single)
-    output = (tmp_path / f"output-pipeline-{world_size}" / "rank0.txt").read_text()
+    folder = tmp_path / f"output-pipeline-{world_size}"
+    output, *others = ((folder / f"rank{rank}.txt").read_text() for rank in range(world_size))
+    assert "kept" not in " ".join([output, *others])
     expected = ["by " + options[1]] * 2 if options[0] == "--schedule" else []  # for training and for evaluation
     assert [line for line in output.splitlines() if line.startswith("by ")] == expected
 
