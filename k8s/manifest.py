@@ -257,9 +257,9 @@ def set_nodes(nodes: int, job: dict[str, Any], containers: list[dict[str, Any]])
     if "pytorchReplicaSpecs" in job:
         # The operator adds up the restarts of all containers, and fails at the limit: allow three of each node. A
         # limit that the user has raised stays.
-        policy = job["runPolicy"]
-        raised = policy["backoffLimit"] * (policy["backoffLimit"] > 3 * before + 1)
-        policy["backoffLimit"] = max(raised, 3 * nodes + 1)
+        policy = job.setdefault("runPolicy", {})
+        limit = policy.get("backoffLimit", 0)
+        policy["backoffLimit"] = max(limit * (limit > 3 * before + 1), 3 * nodes + 1)
 
 
 def set_gpus(gpus: int, nproc: int, job: dict[str, Any], templates: list[dict[str, Any]]) -> None:

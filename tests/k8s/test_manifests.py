@@ -425,6 +425,9 @@ def test_a_limit_of_restarts_that_was_raised_stays(kind):
     for nodes, limit in ((4, 30), (16, 49)):
         set_nodes(nodes, job, [])
         assert job["runPolicy"]["backoffLimit"] == limit
+    del job["runPolicy"]  # which the operator does not require
+    set_nodes(20, job, [])
+    assert job["runPolicy"]["backoffLimit"] == 61
 
 
 def test_each_rendered_elastic_job_has_a_rendezvous_of_its_own():
