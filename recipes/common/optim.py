@@ -133,9 +133,10 @@ def build_scaler(args: Options, device: torch.device) -> torch.amp.GradScaler:
 def fill_momentum(optimizer: torch.optim.Optimizer, may_skip: bool) -> None:
     """Set the momentum that a fused SGD has not got yet to zeros, which is the same as none.
 
-    Fused SGD takes the momentum of all parameters or of none: it fails at a first gradient in a later step, as of
-    a branch or of a layer that was frozen. `may_skip`: the scaler may skip a step. Fused SGD would allocate its
-    momentum in the first step, and not write it: the next step would add uninitialised memory.
+    Fused SGD takes the momentum of all parameters or of none: it fails if a parameter gets its first gradient in a
+    later step, as in a branch that is drawn or a layer that was frozen. `may_skip`: the scaler may skip a step.
+    Fused SGD would allocate its momentum in the first step, and not write it: the next step would add memory that
+    nobody has written.
     """
     for group in optimizer.param_groups:
         if group.get("fused") and group.get("momentum"):
@@ -146,10 +147,10 @@ def fill_momentum(optimizer: torch.optim.Optimizer, may_skip: bool) -> None:
 
 
 def densify_gradients(args: Options, parameters: Iterable[nn.Parameter]) -> None:
-    """Make sparse gradients dense on GPUs, where SGD is fused, and if there is momentum.
+    """Make sparse gradients dense on GPUs, or if there is momentum.
 
-    Momentum is dense in a checkpoint. A sparse one would also grow with each step: SGD appends the rows of every
-    gradient.
+    On GPUs, SGD's fused kernel takes no sparse ones. Momentum is dense in a checkpoint; a sparse one would also
+    grow with each step: SGD appends the rows of every gradient.
     """
     for parameter in parameters if args.takes_sparse_gradients else ():
         gradient = parameter.grad

@@ -126,8 +126,8 @@ class BatchDecoder:
         """Return the batch with decoded inputs: uint8, shape (B, S, S, 3), on the device."""
         if not self.stream:
             return self._decode(batch)
-        # A GPU's JPEG engine writes when it is called, whatever its stream still has to do. It may get the memory
-        # of the last batch's images: wait until these have been read. Training's own stream goes on meanwhile.
+        # A GPU's JPEG engine writes when it is called, whatever its stream still has to do, and perhaps into the
+        # memory of the last batch's images: wait until these have been read. Training's stream goes on meanwhile.
         self.stream.synchronize()
         with torch.cuda.stream(self.stream):
             decoded = self._decode(batch)

@@ -52,8 +52,9 @@ def wrap_in_ddp(
     """
     if any(parameter.is_cuda for parameter in module.parameters()):
         for name, part in module.named_modules():
-            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
-                what = f"--model {args.model}: {name} has sparse gradients, which NCCL cannot sum"
+            is_embedding = isinstance(part, nn.Embedding | nn.EmbeddingBag)
+            if is_embedding and part.sparse and part.weight.requires_grad:
+                what = f"--model {args.model}: {name or 'it'} has sparse gradients, which NCCL cannot sum"
                 fix = "make it without sparse=True, or use RECIPE=single or horovod"
                 raise UserError(f"{what}; {fix}")
     try:
