@@ -7,7 +7,8 @@
 #   roce   RDMA over Ethernet: NCCL (2.21 and later) finds the GID index; a traffic class is the network owner's matter;
 #          InfiniBand ports are kept out of it
 #   efa    AWS: FI_EFA_USE_HUGE_PAGE=0, or processes that fork (data loaders) break
-#   tcp    plain Ethernet: NCCL uses no RDMA and no plugin, and the interface that reaches MASTER_ADDR
+#   tcp    plain Ethernet: NCCL uses no RDMA, no plugin but one that NCCL_NET names, and the interface that reaches
+#          MASTER_ADDR
 #   auto   the fastest of these that this process can use, else tcp
 #
 # A pod's /sys shows the machine's devices although it may not open them. A fabric can be used where a port is active,
@@ -172,7 +173,7 @@ set_fabric() {
         fabric_set FI_EFA_USE_HUGE_PAGE 0
         ;;
     tcp)
-        if [[ $reason == FABRIC && -z ${NCCL_IB_DISABLE:-} ]]; then fabric_set NCCL_NET Socket; fi # plugins ignore the next one
+        if [[ $reason == FABRIC && ${NCCL_IB_DISABLE:-1} != 0 ]]; then fabric_set NCCL_NET Socket; fi # plugins ignore the next one
         fabric_set NCCL_IB_DISABLE 1
         ;;
     esac

@@ -262,6 +262,7 @@ def test_nothing_is_overridden_that_is_set():
     _, line, variables = source("tcp", **own)
     assert variables == {**own, "NCCL_SOCKET_IFNAME": "=lo"}
     assert "NCCL_IB_DISABLE=0 (as set)" in line
+    assert source("tcp", NCCL_IB_DISABLE="1")[2]["NCCL_NET"] == "Socket"
 
 
 def test_processes_share_the_nodes_cores():

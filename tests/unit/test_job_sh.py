@@ -114,6 +114,7 @@ def test_a_job_whose_elastic_store_loses_its_port_is_requeued(job, tmp_path):
     done = job(then=f"{earlier}; make_elastic; {show}", **own)
     assert re.search(r"^(\d+) n1:\1$", done.stdout, re.MULTILINE), done.stderr
     assert done.stdout.endswith(" --no-kill --kill-on-bad-exit=0\n"), "others outlive a lost node"
+    assert "\nsrun --wait=0 " in done.stdout, "a site's WaitTime is for other jobs"
     then = f"{earlier}; export HELD=$MASTER_PORT; make_elastic; echo more"
     done = job(then=then, **own)
     assert "job 7: another process took port 2" in done.stdout
