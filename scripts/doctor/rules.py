@@ -268,7 +268,7 @@ def torch_works(case: Case) -> Findings:
                 why = device.get("error") or "a product of matrices is wrong"
                 what, fix = f"{device['device']} ({device['name']}): {why}", "take the device out of service"
                 if re.search("no kernel image|ARCH_MISMATCH", why):
-                    fix = "this torch has no kernels for this GPU: install one of an older CUDA (docker/README.md)"
+                    fix = "this torch has no kernels for this GPU: install one that has (docker/README.md)"
                 yield case.error(rank, what, fix)
             elif device["tflops"]:
                 speeds.setdefault(device["name"], []).append((device["tflops"], rank, device["device"]))

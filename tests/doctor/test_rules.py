@@ -227,7 +227,7 @@ GPU_FAULTS = {
     ),
     "torch_works, old GPU": (
         lambda case: case.facts[1]["torch"]["devices"][1].update(error="no kernel image is", tflops=None),
-        "no kernel image is; this torch has no kernels for this GPU: install one of an older CUDA (docker/",
+        "no kernel image is; this torch has no kernels for this GPU: install one that has (docker/README.md)",
     ),
     "versions, driver": (lambda case: [gpu.update(driver_version="470.2") for gpu in case.facts[1]["gpus"]],
         "node 1 (n1): driver is 470.2, on node 0 (n0), node 2 (n2) 580.1; install the same"),
