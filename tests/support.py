@@ -474,9 +474,10 @@ class Result:
         return self.errors[0]
 
 
-def _restore_ctrl_c() -> None:
-    """React to Ctrl-C like a command on a terminal; one in the background of a script would ignore it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def _restore_signals() -> None:
+    """React to signals of a terminal like a command on one; in the background, or under nohup, it would not."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def has_ended(process: psutil.Process) -> bool:
@@ -509,7 +510,7 @@ class Command:
             stdout=self._out,
             stderr=self._err,
             start_new_session=True,
-            preexec_fn=_restore_ctrl_c,
+            preexec_fn=_restore_signals,
         )
         self.alive.append(self)
 
