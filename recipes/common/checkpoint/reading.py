@@ -9,9 +9,7 @@ import contextlib
 import errno
 import os
 import sys
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -32,6 +30,7 @@ from recipes.common.checkpoint.checkpoint import (
 from recipes.common.errors import UserError
 from recipes.common.folders import NO_FILE, is_special, names_in
 from recipes.common.options import Options, option_applies
+from recipes.common.process.threads import begin
 
 ShardCheck = Callable[[Path, list[dict[str, Any]]], None]
 """Checks the files that a sharded checkpoint names; raises as check_shards()."""
@@ -125,24 +124,6 @@ def read_checkpoint(path: Path, check: ShardCheck | None = None) -> dict[str, An
             raise BadCheckpointError("it does not say which shard files it has") from None
         content["shards"]["folder"] = str(path.parent)
     return content
-
-
-def begin(actions: Sequence[Callable[[], Any]], threads: int) -> list[Future[Any]]:
-    """Begin actions in order, in daemon threads: at Ctrl-C, Python would wait for those of a pool."""
-    begun = [(Future[Any](), action) for action in actions]
-    waiting = iter(begun)  # each thread takes the next one
-
-    def work() -> None:
-        for future, action in waiting:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(action())
-                except BaseException as error:
-                    future.set_exception(error)
-
-    for _ in range(min(threads, len(actions))):
-        threading.Thread(target=work, daemon=True).start()
-    return [future for future, _ in begun]
 
 
 def is_weights_alone(content: Any) -> bool:

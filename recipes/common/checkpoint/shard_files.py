@@ -32,9 +32,10 @@ from isal import isal_zlib
 from torch import Tensor
 
 from recipes.common.checkpoint.checkpoint import CheckpointFolder, reason_of, sync_folder
-from recipes.common.checkpoint.reading import BadCheckpointError, ShardCheck, begin, check_shards
+from recipes.common.checkpoint.reading import BadCheckpointError, ShardCheck, check_shards
 from recipes.common.errors import UserError
 from recipes.common.folders import names_in, refresh_names
+from recipes.common.process.threads import begin
 from recipes.common.world.agreement import raise_first
 from recipes.common.world.peers import Peers
 from recipes.common.world.tree import map_tree
