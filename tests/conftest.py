@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from recipes.common.errors import UserError
+from recipes.common.process.threads import THREAD
 from scripts.lab import network
 from tests import fork_server
 
@@ -161,7 +162,7 @@ def silent_port(capfd):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener.getsockname()[1]
     for thread in threading.enumerate():  # torch prints twenty lines once the connection ends: capfd takes them
-        if thread.name == "watch: bounded":
+        if thread.name == THREAD:
             thread.join(20)
 
 

@@ -32,6 +32,7 @@ from recipes.common.process.node import Failure, Node, check_head, missing_nodes
 from recipes.common.process.open_files import STORE_CONNECTIONS, allow_open_files
 from recipes.common.process.ranks import bind_address
 from recipes.common.process.rendezvous_errors import MissingNodeError, port_taken_error
+from recipes.common.process.threads import begin
 from recipes.common.watch.notes import Notes, find_missing, run_bounded
 from scripts.launch import script
 from scripts.launch.command import warn
@@ -207,21 +208,14 @@ def open_store(host: str, port: int, timeout_s: float, **options: Any) -> TCPSto
 
     Raises MissingNodeError if another program listens there: torch would wait for its answer without a limit.
     """
-
-    def open_it() -> TCPStore | Exception:
-        try:
-            return TCPStore(host, port, timeout=timedelta(seconds=timeout_s), **options)
-        except Exception as error:
-            return error
-
     limit_s = timeout_s + ANSWER_S
-    found, _ = run_bounded(open_it, None, Exception, limit_s)
-    if found is None:
+    [opening] = begin([partial(TCPStore, host, port, timeout=timedelta(seconds=timeout_s), **options)], 1)
+    try:
+        return opening.result(limit_s)
+    except TimeoutError:
         what = f"{host}:{port} has not answered as a node's store does within {limit_s:g} s"
-        raise MissingNodeError(f"{what}; does another program listen there, and is MASTER_PORT node 0's?")
-    if isinstance(found, Exception):
-        raise found
-    return found
+        fix = "does another program listen there, and is MASTER_PORT node 0's?"
+        raise MissingNodeError(f"{what}; {fix}") from None
 
 
 def meet_nodes(node: Node, job: str) -> TCPStore:
