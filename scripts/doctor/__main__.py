@@ -13,7 +13,6 @@ it is rejected. RDZV_TIMEOUT_S limits the wait for the other nodes (default: 60 
 
 from __future__ import annotations
 
-import atexit
 import os
 import secrets
 import signal
@@ -23,7 +22,6 @@ import tempfile
 import time
 from argparse import SUPPRESS, Namespace
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -34,6 +32,7 @@ from recipes.common.arguments import one_of, positive_float, positive_int
 from recipes.common.errors import UserError
 from recipes.common.process.node import Node
 from recipes.common.process.rendezvous_errors import MissingNodeError
+from recipes.common.process.threads import begin
 from scripts.doctor import collectives_job, folder, network, node, rendezvous, report
 from scripts.doctor.case import Case
 from scripts.doctor.folder import RunsFolder
@@ -95,10 +94,9 @@ class Checks:
     def __init__(self, this_node: Node, args: Namespace, secret: str) -> None:
         self.this_node, self.args, self.secret = this_node, args, secret
         self.folder = RunsFolder(args.runs_dir, secret, this_node.node_rank)
-        self.pool = ThreadPoolExecutor(1)
         within_s = node.QUICK_S if args.quick and this_node.nnodes == 1 else inf
         arguments = (this_node.master_addr, this_node.rdzv_timeout_s, args.runs_dir, args.quick, within_s)
-        self.own = self.pool.submit(node.gather, *arguments)
+        [self.own] = begin([partial(node.gather, *arguments)], 1)
         self.echo: Echo | None = None
         self.facts: dict[str, Any] = {}
 
@@ -131,7 +129,6 @@ class Checks:
         """Stop the echo server, and remove the probe's files from the runs folder."""
         if self.echo:
             self.echo.close()
-        self.pool.shutdown(wait=False, cancel_futures=True)
         self.folder.remove()
 
 
@@ -179,7 +176,7 @@ def can_all_reduce(case: Case) -> bool:
 
 def lead(this_node: Node, args: Namespace, secret: str) -> int:
     """Act as node 0: gather the nodes, examine them and report; return the exit status."""
-    begin = time.monotonic()
+    began_at = time.monotonic()
     checks = Checks(this_node, args, secret)
     case = Case(this_node.nnodes, f"{this_node.master_addr}:{this_node.master_port}", this_node.rdzv_timeout_s)
     coordinator = rendezvous.Coordinator(case, secret, checks.carry_out)
@@ -196,17 +193,17 @@ def lead(this_node: Node, args: Namespace, secret: str) -> int:
     try:
         examine(case, coordinator, args)
         case.messages = checks.folder.read_messages() if this_node.nnodes > 1 else {}
-        status = report_findings(case, args.json, begin)
+        status = report_findings(case, args.json, began_at)
     finally:  # also at Ctrl-C, or if nobody reads the output any more
         checks.close()
     coordinator.end(status)
     return status
 
 
-def report_findings(case: Case, path: Path | None, begin: float) -> int:
+def report_findings(case: Case, path: Path | None, began_at: float) -> int:
     """Judge the case, write the file of --json and print the report; return the exit status."""
     findings = judge(case)
-    seconds = time.monotonic() - begin
+    seconds = time.monotonic() - began_at
     lines = report.lines(case, findings, seconds)
     status = 1 if tally(findings)["error"] else 0
     if path:
@@ -285,7 +282,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    atexit._run_exitfuncs()  # at Ctrl-C, a thread may have a temporary folder
-    os._exit(status)  # a look-up that never returns would keep its thread alive, and so the interpreter
+    sys.exit(main())

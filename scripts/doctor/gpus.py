@@ -11,7 +11,6 @@ within 10 s, needs neither torch nor other nodes, and writes nothing. slurm/job.
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import sys
@@ -76,6 +75,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    os._exit(status)  # an nvidia-smi that hangs would keep its thread alive, and so the interpreter
+    sys.exit(main())

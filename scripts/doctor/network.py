@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
+from recipes.common.process.threads import begin
 from scripts.launch.echo import try_port
 
 NAME_TIMEOUT_S = 5.0
@@ -43,16 +44,13 @@ def look_at_peers(peers: Sequence[dict[str, Any]], own_rank: int, secret: str) -
         names = {name: try_name(name) for name in peer["names"] if peer["rank"] in looked_up}
         return {"names": names, "port": peer["port"], **try_port(peer["address"], peer["port"], secret)}
 
-    with ThreadPoolExecutor(PARALLEL) as pool:
-        return {str(peer["rank"]): found for peer, found in zip(peers, pool.map(look, peers), strict=True)}
+    looks = begin([partial(look, peer) for peer in peers], PARALLEL)
+    return {str(peer["rank"]): done.result() for peer, done in zip(peers, looks, strict=True)}
 
 
 def call_within(function: Callable[[], T], timeout_s: float) -> T:
     """Return the result of a function; after timeout_s, leave it in its thread and raise TimeoutError."""
-    pool = ThreadPoolExecutor(1)
     try:
-        return pool.submit(function).result(timeout_s)
+        return begin([function], 1)[0].result(timeout_s)
     except TimeoutError as error:
         raise TimeoutError(str(error) or f"no answer within {timeout_s:.0f} s") from None
-    finally:
-        pool.shutdown(wait=False)

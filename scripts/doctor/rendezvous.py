@@ -16,13 +16,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from recipes.common.errors import UserError
 from recipes.common.process.node import Node
 from recipes.common.process.rendezvous_errors import MissingNodeError
+from recipes.common.process.threads import begin
 from recipes.common.watch.report import list_numbers
 from scripts.doctor.case import Case
 from scripts.doctor.network import call_within
@@ -158,11 +159,11 @@ class Coordinator:
         """Accept a node that knows the secret and has a NODE_RANK of its own; send others the reason if not."""
         # Ignore clients that do not speak the protocol, such as port scans and health checks.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
-            nonce, begin = os.urandom(16).hex(), time.time()
+            nonce, sent_at = os.urandom(16).hex(), time.time()
             channel.send({"nonce": nonce})
             hello = channel.receive(CONNECT_TIMEOUT_S, MAX_HELLO_BYTES)
-            half_s = (time.time() - begin) / 2
-            offset_s = hello.get("time", begin + half_s) - begin - half_s
+            half_s = (time.time() - sent_at) / 2
+            offset_s = hello.get("time", sent_at + half_s) - sent_at - half_s
             rank, nnodes, own = int(hello["rank"]), hello["nnodes"], hello["nonce"]
             expected = mac(self.secret, f"node {nonce} {own} {rank} {nnodes}".encode()).hex()
             with self.lock:
@@ -209,12 +210,9 @@ class Coordinator:
                 return None
 
         ranks = [0, *sorted(self.channels)]
-        pool = ThreadPoolExecutor(len(ranks))
-        try:
-            answers = zip(ranks, pool.map(ask, ranks), strict=True)
-            return {rank: answer for rank, answer in answers if answer is not None}
-        finally:
-            pool.shutdown(wait=False)  # at Ctrl-C, a node that does not answer would hold up this one
+        asked = begin([partial(ask, rank) for rank in ranks], len(ranks))
+        answers = {rank: done.result() for rank, done in zip(ranks, asked, strict=True)}
+        return {rank: answer for rank, answer in answers.items() if answer is not None}
 
     def end(self, status: int) -> None:
         """Send the final status to all nodes and close their channels."""
