@@ -149,10 +149,11 @@ def test_a_fabric_that_was_asked_for_is_not_tcp(job, monkeypatch, fabric, networ
     assert str(error.value).startswith(said)
 
 
-def test_within_a_host_no_network_is_used(monkeypatch):
+def test_within_a_host_no_network_is_used(job, monkeypatch):
     monkeypatch.setenv("FABRIC", "ib")
     places = [Place("n1", "H100", i, "Socket") for i in range(8)]
-    transport.check_network(places)
+    found = transport.gather_networks(places, job.device, job.peers)
+    assert [place.network for place in found] == [None] * 8
 
 
 SCRIPT = """

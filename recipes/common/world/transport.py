@@ -121,14 +121,9 @@ def gather_networks(places: Sequence[Place], device: torch.device, peers: Peers)
             networks = peers.gather_objects(own or read_network())
     end_log()  # also if all ranks are on one host, where no network is used
     places = [replace(place, network=network) for place, network in zip(places, networks, strict=True)]
-    run_on_all_ranks(lambda: None if peers.rank else check_network(places), peers)
+    tcp = sorted({place.host for place in places if place.network == TCP})
+    run_on_all_ranks(lambda: None if peers.rank else check_hosts(tcp), peers)
     return places
-
-
-def check_network(places: Sequence[Place]) -> None:
-    """Raise UserError if FABRIC asks for a fabric and NCCL uses TCP between hosts."""
-    if len({place.host for place in places}) > 1:
-        check_hosts(sorted({place.host for place in places if place.network == TCP}))
 
 
 def check_hosts(hosts: Sequence[str]) -> None:
