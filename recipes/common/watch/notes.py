@@ -89,16 +89,13 @@ def find_missing(store: Store, keys: list[str]) -> list[str]:
 def read_notes(store: Store, kind: str, ranks: Iterable[int]) -> dict[int, str]:
     """Return the texts of a kind that these ranks have put into a store, by rank, without ranks that have none.
 
-    One request asks for many texts, because a request per rank takes seconds for thousands of ranks. If some ranks
-    have none, each half is asked for separately.
+    One request asks for many texts, because a request per rank takes seconds for thousands of ranks.
     """
-    asked = list(ranks)
-    keys = [f"{kind}/{rank}" for rank in asked]
-    if not asked:
-        return {}
-    if len(asked) <= AT_ONCE and store.check(keys):
-        return {rank: text.decode() for rank, text in zip(asked, store.multi_get(keys), strict=True)}
-    if len(asked) == 1:
-        return {}
-    half = len(asked) // 2
-    return read_notes(store, kind, asked[:half]) | read_notes(store, kind, asked[half:])
+    asked, found = list(ranks), dict[int, str]()
+    for i in range(0, len(asked), AT_ONCE):
+        keys = {f"{kind}/{rank}": rank for rank in asked[i : i + AT_ONCE]}
+        for key in find_missing(store, list(keys)):
+            del keys[key]
+        texts = store.multi_get(list(keys)) if keys else []
+        found.update({rank: text.decode() for rank, text in zip(keys.values(), texts, strict=True)})
+    return found
