@@ -71,6 +71,14 @@ def interface_addresses(*families: int) -> dict[str, list[str]]:
     }
 
 
+def interfaces_up(*families: int) -> dict[str, list[str]]:
+    """Return interface_addresses() of the interfaces that are up."""
+    import psutil
+
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    return {name: own for name, own in interface_addresses(*families).items() if name in up}
+
+
 def by_preference(names: Iterable[str]) -> list[str]:
     """Return interfaces in this order: of the default route, other ones, virtual ones."""
     routes = [line.split() for line in ROUTES.read_text().splitlines()[1:]] if ROUTES.exists() else []
@@ -85,16 +93,12 @@ def interface_to(host: str, timeout_s: int = 0) -> str:
     reach. The result is then an interface that is up, has an address and is not a loopback: that of the default
     route, else one that is not virtual. Raises as resolve(), and UserError if no route leads to the host.
     """
-    import psutil
-
-    local = local_end(host, *resolve(host, timeout_s))
-    interfaces = interface_addresses(socket.AF_INET, socket.AF_INET6)
+    local, families = local_end(host, *resolve(host, timeout_s)), (socket.AF_INET, socket.AF_INET6)
     if is_loopback(local) and not is_loopback(host) and host != "localhost":
-        up = {name for name, state in psutil.net_if_stats().items() if state.isup}
-        found = [name for name, own in interfaces.items() if name in up and own and not any(map(is_loopback, own))]
-        if found:
+        up = interfaces_up(*families).items()
+        if found := [name for name, own in up if own and not any(map(is_loopback, own))]:
             return by_preference(found)[0]
-    return next((name for name, addresses in interfaces.items() if local in addresses), "lo")
+    return next((name for name, own in interface_addresses(*families).items() if local in own), "lo")
 
 
 @command

@@ -43,7 +43,7 @@ from scripts.launch import script
 from scripts.launch.command import recipes
 from scripts.launch.echo import Echo, try_port
 from scripts.launch.fabric import fabric_environment
-from scripts.launch.interface import by_preference, interface_addresses
+from scripts.launch.interface import by_preference, interfaces_up
 from scripts.launch.local import LOOPBACK, free_port
 
 if TYPE_CHECKING:
@@ -128,12 +128,9 @@ def start_mpi() -> MPI.Comm:
 
 def own_addresses() -> list[str]:
     """Return the addresses at which other hosts may reach this one, the most likely first."""
-    import psutil
-
-    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     found = []
     for family in (socket.AF_INET, socket.AF_INET6):
-        by_name = {name: own for name, own in interface_addresses(family).items() if name in up}
+        by_name = interfaces_up(family)
         found += [address for name in by_preference(by_name) for address in by_name[name]]
     return [address for address in found if not is_loopback(address) and not address.startswith("fe80:")]
 

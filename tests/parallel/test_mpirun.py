@@ -190,7 +190,7 @@ def test_a_host_without_ipv4_is_reached_by_ipv6(monkeypatch):
         socket.AF_INET: {"lo": ["127.0.0.1"]},
         socket.AF_INET6: {"lo": ["::1"], "eth0": ["fe80::7", "fd00::7"], "down": ["fd00::8"]},
     }
-    monkeypatch.setattr(mpirun, "interface_addresses", by_family.get)
+    monkeypatch.setattr("scripts.launch.interface.interface_addresses", by_family.get)
     state = {name: types.SimpleNamespace(isup=name != "down") for name in ("lo", "eth0", "down")}
     monkeypatch.setattr("psutil.net_if_stats", lambda: state)
     assert mpirun.own_addresses() == ["fd00::7"]
