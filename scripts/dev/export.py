@@ -13,7 +13,6 @@ import contextlib
 import os
 import signal
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -21,7 +20,7 @@ import torch
 from recipes.common.checkpoint.shard_files import read_whole
 from recipes.common.errors import UserError
 from recipes.common.record.resume import read_path
-from scripts.launch.command import CommandParser, command
+from scripts.launch.command import CommandParser, command, probe_folder
 
 ENDINGS = ("", ".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 """Of names of files in torch's format, and the other one."""
@@ -40,7 +39,7 @@ def main(argv: list[str]) -> None:
     try:
         if args.out.exists():
             raise UserError(f"OUT {args.out} exists; remove it, or choose another name")
-        tempfile.TemporaryFile(dir=args.out.parent).close()  # reading may take minutes
+        probe_folder(args.out.parent)  # reading may take minutes
     except OSError as error:
         raise UserError(f"cannot write {args.out}: {error.strerror}; choose another OUT") from None
     try:

@@ -18,7 +18,6 @@ import secrets
 import signal
 import socket
 import sys
-import tempfile
 import time
 from argparse import SUPPRESS, Namespace
 from collections.abc import Callable, Sequence
@@ -39,7 +38,7 @@ from scripts.doctor.folder import RunsFolder
 from scripts.doctor.rules import judge, tally
 from scripts.launch import local
 from scripts.launch.agent import read_node
-from scripts.launch.command import ROOT, CommandParser, command, parse, temporary_folder
+from scripts.launch.command import ROOT, CommandParser, command, parse, probe_folder, temporary_folder
 from scripts.launch.echo import CONNECT_TIMEOUT_S, Echo, listen
 
 DEFAULT_RDZV_TIMEOUT_S = 60
@@ -83,7 +82,7 @@ def check_report(path: Path) -> None:
         if path.is_dir() or not path.name:
             raise UserError(f"--json {path} is a folder; name a file in it")
         if os.environ.get("NODE_RANK", "0") in ("", "0"):
-            tempfile.TemporaryFile(dir=path.parent).close()
+            probe_folder(path.parent)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; choose another --json") from None
 

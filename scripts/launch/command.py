@@ -194,10 +194,15 @@ def check_writable(folder: Path | None = None) -> None:
     folder = absolute(folder or ROOT / "runs")
     place = next(path for path in (folder, *folder.parents) if path.exists())
     with as_user_error("write", place):
-        try:
-            tempfile.TemporaryFile(dir=place).close()
-        except OSError as error:
-            raise OSError(error.errno, error.strerror) from None  # without the file's own name
+        probe_folder(place)
+
+
+def probe_folder(folder: Path) -> None:
+    """Make a file in a folder and remove it; raises OSError, without the file's name, if that fails."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror) from None
 
 
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
