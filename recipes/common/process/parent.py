@@ -7,7 +7,7 @@ also after exec. If prctl is missing (macOS) or refused, a thread polls the pare
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import os
 import runpy
 import signal
@@ -17,9 +17,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
-
-with contextlib.suppress(ImportError):  # at the top, because end_with_parent() also runs between fork and exec
-    import ctypes
 
 LAUNCHER_PID = "LAUNCHER_PID"
 """Environment variable with the process id of the launcher: a process ends when its launcher ends."""
@@ -49,7 +46,7 @@ def _ask_kernel(number: int) -> bool:
     pr_set_pdeathsig = 1
     try:
         return bool(ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(number)) == 0)
-    except (NameError, OSError, AttributeError):  # no ctypes, or a C library without prctl
+    except (OSError, AttributeError):  # a C library without prctl
         return False
 
 
