@@ -105,7 +105,7 @@ def machine_id() -> str:
 
 
 def network(master_addr: str, name_timeout_s: int) -> Facts:
-    """Return the interface for gloo, its address and MTU, and the address that MASTER_ADDR resolves to here.
+    """Return the interface for gloo, its address and MTU, and the addresses of all interfaces.
 
     It is GLOO_SOCKET_IFNAME's, or the one on the route to MASTER_ADDR. NCCL_SOCKET_IFNAME is only checked. Raises
     UserError if MASTER_ADDR is unknown or has no route, or a variable names an interface that does not exist.
@@ -113,7 +113,7 @@ def network(master_addr: str, name_timeout_s: int) -> Facts:
     import psutil
 
     family, target = resolve(master_addr, name_timeout_s)
-    chosen, by = interface_to(master_addr), f"the way to {master_addr}"
+    chosen = interface_to(master_addr)
     interfaces = interface_addresses(family)
     gloo, nccl = (os.environ.get(f"{library}_SOCKET_IFNAME", "") for library in ("GLOO", "NCCL"))
     whole_names = [name for name in gloo.split(",") if name in interfaces]
@@ -123,7 +123,7 @@ def network(master_addr: str, name_timeout_s: int) -> Facts:
             others = f"it has {', '.join(interfaces)}"
             raise UserError(f"{library}_SOCKET_IFNAME={wanted} is not an interface of this node ({others})")
     if gloo:
-        chosen, by = whole_names[0], "GLOO_SOCKET_IFNAME"
+        chosen = whole_names[0]
     addresses = interfaces[chosen]
     if not addresses:
         raise UserError(f"{chosen} has no address of the kind that {master_addr} has ({target[0]})")
@@ -132,11 +132,9 @@ def network(master_addr: str, name_timeout_s: int) -> Facts:
     state = psutil.net_if_stats()[chosen]
     return {
         "interface": chosen,
-        "by": by,
         "address": own if own in addresses else addresses[0],
         "mtu": state.mtu,
         "is_up": state.isup,
-        "master": target[0],
         "addresses": sorted(itertools.chain(*interface_addresses(socket.AF_INET, socket.AF_INET6).values())),
     }
 
