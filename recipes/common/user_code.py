@@ -82,16 +82,15 @@ def import_user_code(flag: str, text: str) -> Callable[..., Any]:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            fix = f"put {error.name.replace('.', '/')}.py into {os.getcwd()}, or its folder into PYTHONPATH"
-            if module_name.endswith(".py"):
-                fix = f"name the module without .py: {flag} {module_name.removesuffix('.py')}:{name}"
-            raise UserError(f"{flag} {text}: there is no module {error.name!r}; {fix}") from None
-        raise refusal(f"{flag} {text}: importing {module_name} failed", error) from error
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a script without a __main__ guard calls sys.exit(); Rust may panic
+        missing = isinstance(error, ModuleNotFoundError) and error.name
+        if missing and f"{module_name}.".startswith(f"{missing}."):
+            fix = f"put {missing.replace('.', '/')}.py into {os.getcwd()}, or its folder into PYTHONPATH"
+            if module_name.endswith(".py"):
+                fix = f"name the module without .py: {flag} {module_name.removesuffix('.py')}:{name}"
+            raise UserError(f"{flag} {text}: there is no module {missing!r}; {fix}") from None
         raise refusal(f"{flag} {text}: importing {module_name} failed", error) from error
     check_process_state(f"{flag} {text}: importing {module_name}", before)
     found = getattr(module, name, None)
