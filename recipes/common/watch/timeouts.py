@@ -25,8 +25,8 @@ TIMEOUT_PHRASES = (
 
 def wait_timeout(args: Options) -> timedelta:
     """Return --timeout-s for process groups, and set NCCL's variables; call it before creating the groups."""
-    # NCCL's flight recorder keeps the last collectives of each rank and dumps them when one times out. Older
-    # versions call the first variable TORCH_NCCL_TRACE_BUFFER_SIZE. (Not tested on several GPUs.)
+    # NCCL's flight recorder keeps the last collectives of each rank and dumps them when one times out. (Not tested
+    # on several GPUs.)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     return timedelta(seconds=args.timeout_s)
