@@ -156,7 +156,7 @@ def begin_run(
 
             with peers.watch("checkpoint", computes=True):
                 content = run_on_all_ranks(lambda: fit_weights(job, content), peers)
-            content = broadcast_tree(content, peers, own_shards or (lambda outline: outline))
+            content = broadcast_tree(content, peers, own_shards)
         run_on_all_ranks(take_over, peers)
     except UserError:
         if job.record:

@@ -73,7 +73,7 @@ def fill_slots(outline: Any, fill: Callable[[Slot], Tensor]) -> Any:
     return map_tree(outline, lambda value: isinstance(value, Slot), fill)
 
 
-def broadcast_tree(tree: Any, peers: Peers, own_part: Callable[[Any], Any] = lambda outline: outline) -> Any:
+def broadcast_tree(tree: Any, peers: Peers, own_part: Callable[[Any], Any] | None = None) -> Any:
     """Return rank 0's tree of dicts, lists and tensors on the CPU; call it on all ranks.
 
     Tensors are sent one by one: besides the result, at most one tensor is in memory (on rank 0, the tree, too).
@@ -92,4 +92,4 @@ def broadcast_tree(tree: Any, peers: Peers, own_part: Callable[[Any], Any] = lam
     with peers.watch("checkpoint"), torch.serialization.safe_globals([Slot]):
         outline = peers.broadcast_object(outline)
     tensors = iter(sent)
-    return fill_slots(own_part(outline), fill)
+    return fill_slots(own_part(outline) if own_part else outline, fill)
