@@ -36,7 +36,8 @@ def consolidate(optimizer: torch.optim.Optimizer, world: World) -> dict[str, Any
     numbered = enumerate(p for group in optimizer.param_groups for p in group["params"])
     # DDP: rank 0 gathers the optimizer's shards, with AdamW twice the model's bytes; torch's own
     # consolidate_state_dict() would send them to all ranks.
-    shards = gather_values({number: local[p] for number, p in numbered if p in local}, world, world.control)
+    own = {number: local[p] for number, p in numbered if p in local}
+    shards = gather_values(own, world, world.control, world.watch.args.timeout_s)
     if shards is None:
         return None
     state = {number: values for shard in shards for number, values in shard.items()}

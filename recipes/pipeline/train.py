@@ -146,7 +146,7 @@ def gather_state(pipeline: Pipeline, world: Grid, job: Job) -> Content | None:
     # Pipeline: rank 0 gathers weights and optimizer state from the stages of replica 0, with momentum twice the
     # model's bytes. DDP: the other replicas hold the same, and send nothing.
     own = None if world.replica else partition.state_of(pipeline.modules, job.model, job.optimizer)
-    states = gather_values(own, world, world.first_replica)
+    states = gather_values(own, world, world.first_replica, job.args.timeout_s)
     # Pipeline: the file equals a one-process run's: every recipe can resume from it, with any number of stages.
     return {"optimizer": partition.merge_states(states, job.model, job.optimizer)} if states else None
 

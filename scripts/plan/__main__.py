@@ -35,7 +35,7 @@ from recipes.common.arguments import (
 )
 from recipes.common.errors import UserError, as_user_error, nearest
 from recipes.common.options import Options, check_batch
-from recipes.common.parallel.groups import PIECE_BYTES
+from recipes.common.parallel.groups import UNIT_BYTES
 from recipes.common.world.places import place_of
 from scripts.launch.command import CommandParser, check_recipe, check_writable, command, next_folder
 from scripts.launch.recipe_options import read_option
@@ -284,11 +284,11 @@ def failure_figures(
     whole, messages = entire.checkpoint_bytes(options), entire.tensors(options)
     shards = method.shards(cluster.ranks)
     own = workload.checkpoint_bytes(options, shards) if is_sharded else whole
-    # Rank 0 gathers each tensor of a whole model; with --zero, pieces of all ranks' states, each with a vote.
+    # Rank 0 gathers each tensor of a whole model; with --zero, all states, with votes after 1, 2, 4 ... units.
     (group, _), gathered = cluster.split(max(shards, method.tensor_parallel)), whole
     if method.zero:
         group, gathered = cluster, workload.state_bytes(options)
-        messages = 2 + 2 * math.ceil(gathered / PIECE_BYTES)
+        messages = 3 + 2 * math.ceil(math.log2(group.ranks + gathered / UNIT_BYTES))
     gathered *= group.ranks > 1 and not is_sharded
     once_s, more_s = (cost_model.all_reduce(x, group, "ring", part=0.5).seconds for x in (gathered, 0))
     gather_s = once_s + (messages - 1) * more_s if gathered else 0.0

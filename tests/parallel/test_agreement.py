@@ -11,7 +11,9 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -265,13 +267,14 @@ class Meeting:
     """Ranks that are threads: each of them gets what all have given."""
 
     def __init__(self, world_size):
-        self.given = [None] * world_size
+        self.given, self.meetings = [None] * world_size, 0
         self.barrier = threading.Barrier(world_size, timeout=30)
 
     def meet(self, rank, value):
         self.given[rank] = value
         self.barrier.wait()
         given = list(self.given)
+        self.meetings += rank == 0
         self.barrier.wait()
         return given
 
@@ -281,8 +284,30 @@ class Meeting:
             rank=rank,
             watch=lambda name: contextlib.nullcontext(),
             gather_objects=meet,
-            begin_vote=lambda vote: functools.partial(meet, vote),
+            begin_vote=lambda vote: lambda: max(meet(vote)),
         )
+
+
+def gather_from(values, monkeypatch, piece_bytes):
+    """Return what gather_values() returns to each of some ranks, and the sender and size of each piece."""
+    everyone, sent = Meeting(len(values)), []
+    mailboxes = [SimpleQueue() for _ in values]
+
+    def send(piece, group_dst, group):
+        assert group_dst == 0
+        sent.append((group, len(piece)))
+        mailboxes[group].put(piece)
+
+    def recv(piece, group_src, group):
+        piece.copy_(mailboxes[group_src].get(timeout=30))
+
+    monkeypatch.setattr(groups, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(torch.distributed, "send", send)
+    monkeypatch.setattr(torch.distributed, "recv", recv)
+    with ThreadPoolExecutor(len(values)) as pool:
+        ranks = range(len(values))
+        found = list(pool.map(lambda r: gather_values(values[r], everyone.peers(r), r, 300.0), ranks))
+    return found, sent, everyone.meetings
 
 
 def test_parts_of_a_state_arrive_bit_for_bit_in_pieces(monkeypatch):
@@ -291,21 +316,24 @@ def test_parts_of_a_state_arrive_bit_for_bit_in_pieces(monkeypatch):
     odd = [torch.randn(5, 7).T, torch.tensor(3.0, dtype=torch.float64), torch.zeros(0, 4), torch.tensor(True)]
     others = [torch.arange(3, dtype=torch.int16), torch.randn(4).bfloat16(), torch.ones(2, 3)[:, 1]]
     values = [{"weight": weight}, {0: {"step": 1, "odd": odd}, 1: (0.9, weight.detach())}, others, None]
-    everyone, group, pieces = Meeting(len(values)), Meeting(len(values) - 1), []
-
-    def gather(piece, rows, group_dst, group):
-        meet, rank = group
-        pieces.append(piece)
-        for row, own in zip(rows or (), meet(rank, piece), strict=not rank):
-            row.copy_(own)
-
-    monkeypatch.setattr(groups, "PIECE_BYTES", 300)
-    monkeypatch.setattr(torch.distributed, "gather", gather)
-    with ThreadPoolExecutor(len(values)) as pool:
-        found = list(pool.map(lambda r: gather_values(values[r], everyone.peers(r), (group.meet, r)), range(4)))
+    found, sent, _ = gather_from(values, monkeypatch, 300)
     assert is_equal(found, [values[:3], None, None, None])
     assert found[0][1][1][1].stride() == weight.stride()
-    assert max(map(len, pieces)) == 100
+    assert sorted(sent) == [(1, 113), (1, 300), (1, 300), (1, 300), (2, 22)], "each byte once, and no others"
+
+
+def test_many_ranks_of_which_few_have_bytes_vote_seldom(monkeypatch):
+    """ZeRO gives whole parameters to ranks: most of thousands of ranks have none, and one has the largest."""
+    few = {1: 250_000, 5: 7, 13: 40_000}
+    values = [{"own": torch.zeros(few.get(rank, 0), dtype=torch.uint8)} for rank in range(16)]
+    monkeypatch.setattr(groups, "allow_open_files", allow := Mock())
+    found, sent, meetings = gather_from(values, monkeypatch, 1000)
+    allow.assert_called_once()
+    assert allow.call_args.args[0] >= len(os.listdir("/dev/fd")) - 1 + len(values), "a connection with each rank"
+    assert is_equal(found[0], values)
+    assert len(sent) == 250 + 1 + 40
+    assert {rank: sum(size for sender, size in sent if sender == rank) for rank in few} == few
+    assert meetings == 1 + 9, "rounds of 1, 2, 4, ... 128 and 36 pieces"
 
 
 def watch_the_content():
@@ -333,22 +361,25 @@ def test_no_copy_of_the_checkpoint_is_kept(tmp_path, recipe, world_size):
 
 
 def slow_gathers():
-    """Gather in small pieces that take half a second each, and print how many ranks take part in each."""
-    gather = torch.distributed.gather
+    """Send and receive small pieces that take half a second each, and print of how many ranks the group is."""
 
-    def sleeping(*pieces, group, **how):
-        print(f"gathers from {torch.distributed.get_world_size(group)}", flush=True)
-        time.sleep(0.5)
-        gather(*pieces, group=group, **how)
+    def slow(exchange):
+        def sleeping(size, contents, group, *sender):
+            print(f"gathers from {torch.distributed.get_world_size(group)}", flush=True)
+            time.sleep(0.5)
+            exchange(size, contents, group, *sender)
 
-    torch.distributed.gather, groups.PIECE_BYTES = sleeping, 20_000
+        return sleeping
+
+    groups.send_piece, groups.receive_piece = map(slow, (groups.send_piece, groups.receive_piece))
+    groups.PIECE_BYTES = 10_000
 
 
 @pytest.mark.parametrize(
     ("recipe", "world_size", "option"), [("pipeline", 4, "--num-microbatches=2"), ("ddp", 2, "--zero")]
 )
 def test_a_large_state_may_take_longer_to_gather_than_the_limit_of_a_wait(tmp_path, recipe, world_size, option):
-    """Each piece has the whole limit: a slow network is no hang. A pipeline gathers within one replica."""
+    """A piece has the whole limit: a slow network is no hang. A pipeline gathers within one replica."""
     argv = ("--max-steps", "1", option, "--timeout-s", "2", "--optimizer", "adamw")
     outcome = start_run(recipe, tmp_path, world_size, *argv, setup=slow_gathers).wait(check=True)
     counts = [text.count("gathers from 2") for text in outcome.outputs]

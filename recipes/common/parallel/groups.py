@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, TypeVar, cast
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from recipes.common.options import Options
+from recipes.common.process.open_files import allow_open_files
 from recipes.common.watch.timeouts import group_timeout, wait_timeout
 from recipes.common.world.peers import Peers
 from recipes.common.world.tree import Slot, bytes_of, fill_slots, map_tree, outline_of
@@ -20,7 +23,10 @@ from recipes.common.world.tree import Slot, bytes_of, fill_slots, map_tree, outl
 T = TypeVar("T")
 
 PIECE_BYTES = 64 * 2**20
-"""Bytes that rank 0 receives in one wait: 64 s at 1 MB/s."""
+"""Most bytes that a rank sends at once: 64 s at 1 MB/s."""
+
+UNIT_BYTES = 10_000
+"""A piece takes as long as so many bytes more: 1 ms at 10 MB/s."""
 
 
 def grid_mesh(args: Options, world: Peers, row_size: int, names: tuple[str, str]) -> DeviceMesh:
@@ -43,10 +49,11 @@ def flat_mesh(world: Peers) -> DeviceMesh:
     return DeviceMesh.from_group(everyone, world.device.type, mesh_dim_names=("shard",))
 
 
-def gather_values(value: T | None, peers: Peers, group: dist.ProcessGroup) -> list[T] | None:
+def gather_values(value: T | None, peers: Peers, group: dist.ProcessGroup, timeout_s: float) -> list[T] | None:
     """Return on rank 0 the values of a gloo group's ranks, which are the first ones; call it on all ranks.
 
     Ranks outside of the group give None. Values may hold what a checkpoint may; rank 0 gets tensors on the CPU.
+    Rank 0 receives one piece after another. All ranks vote now and then, well within `timeout_s`.
     """
     is_first = peers.rank == 0
     outline, tensors = outline_of(None if is_first else value)
@@ -61,22 +68,41 @@ def gather_values(value: T | None, peers: Peers, group: dist.ProcessGroup) -> li
     if is_first:
         values = [map_tree(value, torch.is_tensor, lambda tensor: tensor.detach().cpu())]
         values += map(reserve, texts[1:], places[1:])
-    step = max(1, PIECE_BYTES // len(sizes))
-    rows = torch.empty(len(sizes) * is_first, min(step, max(sizes)), dtype=torch.uint8)
-    for start in range(0, max(sizes), step):
-        with peers.watch("checkpoint"):  # of each: on a slow network, all of them take longer than a wait may
-            if value is not None:
-                piece = torch.zeros(min(step, max(sizes) - start), dtype=torch.uint8)
-                for part, content in beside(piece, own):
-                    part.copy_(content)
-                got = list(rows[:, : len(piece)].unbind())
-                # Checkpoint: each rank of the group sends its bytes to rank 0, padded to the longest's.
-                dist.gather(piece, got or None, group=group, group_dst=0)
-                for row, place in zip(got, places, strict=False):
-                    for part, content in beside(row, place):
-                        content.copy_(part)
-            peers.begin_vote(0)()  # ranks that send nothing wait for this piece, too
+        allow_open_files(len(os.listdir("/dev/fd")) + len(sizes))  # in a large job, gloo connects only now
+    starts = ((rank, size, start) for rank, size in enumerate(sizes) for start in range(0, size, PIECE_BYTES))
+    pieces = deque((rank, min(PIECE_BYTES, size - start)) for rank, size, start in starts)
+    units = 1
+    while pieces:
+        begun, left = time.monotonic(), units
+        with peers.watch("checkpoint"):
+            while pieces and left > 0:
+                sender, size = pieces.popleft()
+                left -= 1 + size // UNIT_BYTES
+                if is_first:
+                    receive_piece(size, places[sender], group, sender)
+                elif sender == peers.rank:
+                    send_piece(size, own, group)
+            # Vote: 4 bytes a rank. Until the next one, rank 0 receives so many units, in an eighth of the limit.
+            is_quick = time.monotonic() - begun < timeout_s / 8
+            units = peers.begin_vote(is_first * max(1, 2 * units if is_quick else units // 2))()
     return values if is_first else None
+
+
+def receive_piece(size: int, contents: deque[Tensor], group: dist.ProcessGroup, sender: int) -> None:
+    """Receive bytes from a rank of the group, for the front of `contents`."""
+    piece = torch.empty(size, dtype=torch.uint8)
+    # Checkpoint: each rank of the group that has bytes sends them to rank 0, in its turn.
+    dist.recv(piece, group=group, group_src=sender)
+    for part, content in beside(piece, contents):
+        content.copy_(part)
+
+
+def send_piece(size: int, contents: deque[Tensor], group: dist.ProcessGroup) -> None:
+    """Send bytes from the front of `contents` to rank 0."""
+    piece = torch.empty(size, dtype=torch.uint8)
+    for part, content in beside(piece, contents):
+        part.copy_(content)
+    dist.send(piece, group=group, group_dst=0)
 
 
 def reserve(text: bytes, place: deque[Tensor]) -> Any:
