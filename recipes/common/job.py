@@ -26,8 +26,14 @@ from recipes.common.process.signals import Stop, vote_interval
 from recipes.common.record.record import Record
 from recipes.common.seeding import permutation
 from recipes.common.task import has_own, in_float
-from recipes.common.world.agreement import SLOWEST, raise_on_all_ranks, run_on_all_ranks, wait_for_all
-from recipes.common.world.peers import Peers, own_part
+from recipes.common.world.agreement import (
+    SLOWEST,
+    SLOWEST_SHARED,
+    raise_on_all_ranks,
+    run_on_all_ranks,
+    wait_for_all,
+)
+from recipes.common.world.peers import Peers, largest_part_bytes, own_part
 
 if TYPE_CHECKING:
     from recipes.common.profile import Profile
@@ -216,13 +222,21 @@ class Job:
         """The seconds that a checkpoint may take beyond --timeout-s: weights and two moments, on a slow disk."""
         return 3 * sum(parameter.nbytes for parameter in self.model.parameters()) / SLOWEST
 
+    @property
+    def write_s(self) -> float:
+        """The same of one that is written; sharded, that is the time of the largest part, or of all together."""
+        if not self.args.sharded_checkpoints:
+            return self.disk_s
+        largest = 3 * sum(map(largest_part_bytes, self.model.parameters()))
+        return max(largest / SLOWEST, self.disk_s * SLOWEST / SLOWEST_SHARED)
+
     def wait_for_checkpoint(self) -> None:
         """Wait on all ranks until the checkpoint being written is on the disk, or has failed."""
         wait_for_all(
             lambda bound_s: not self.writer or self.writer.wait(bound_s),
             self.peers,
             self.args.timeout_s,
-            self.disk_s,
+            self.write_s,
         )
 
     def global_batches(self) -> Iterator[Tensor]:

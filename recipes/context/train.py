@@ -205,7 +205,7 @@ def train(args: ContextOptions, world: World, stop: Stop) -> None:
         # DDP: rank 0 reads the checkpoint and broadcasts it. All ranks hold the same weights: rank 0 writes them.
         begin_run(job)
     if args.sharded_checkpoints:
-        sharding.write_shards(job, world.with_own_group(args, job.disk_s))
+        sharding.write_shards(job, world.with_own_group(args, job.write_s))
     with sequences(divided):
         train_epochs(job, technique)
         if cp.size() > 1:

@@ -200,7 +200,7 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
     # tensor. With a sharded checkpoint, each rank reads its own shards.
     begin_run(job, partial(read_shards, model), partial(own_shards, model))
     if args.sharded_checkpoints:
-        write_shards(job, world.with_own_group(args, job.disk_s))
+        write_shards(job, world.with_own_group(args, job.write_s))
     if why_whole:
         what = "note: the model was built whole on each rank before it was sharded"
         job.say(f"{what} ({why_whole}); see recipes/fsdp/README.md")

@@ -253,7 +253,7 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
     # each rank reads its own shards.
     begin_run(job, lambda content: sharding.read_shards(model, content, boxes), own_shards)
     if args.sharded_checkpoints:
-        sharding.write_shards(job, world.with_own_group(args, job.disk_s))
+        sharding.write_shards(job, world.with_own_group(args, job.write_s))
     train_epochs(job, technique)
     job.finish(sample_on_all_ranks=True)
 

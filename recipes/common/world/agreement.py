@@ -81,6 +81,9 @@ def run_on_all_ranks(action: Callable[[], T], peers: Peers) -> T:
 SLOWEST = 10e6
 """Bytes per second that every disk for checkpoints reads and writes at least."""
 
+SLOWEST_SHARED = 1e9
+"""The same of what all ranks write together to a file system for sharded checkpoints."""
+
 
 def wait_for_all(
     wait: Callable[[float | None], bool],

@@ -5,6 +5,7 @@ World (world.py) connects ranks by torch.distributed, the horovod recipe by Horo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -57,3 +58,13 @@ def broadcast_bytes(tensor: Tensor, broadcast: Callable[[Tensor], object]) -> No
 def own_part(tensor: Tensor) -> Tensor:
     """Return the tensor, or what this rank has of a DTensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def largest_part_bytes(tensor: Tensor) -> int:
+    """Return the bytes of the largest part that a rank has of a DTensor: of n rows on m ranks, ceil(n / m)."""
+    shape = list(tensor.shape)
+    mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", ())
+    for count, placement in zip(mesh.shape if mesh is not None else (), placements, strict=True):
+        if (dim := getattr(placement, "dim", None)) is not None:
+            shape[dim] = -(-shape[dim] // count)
+    return math.prod(shape) * tensor.itemsize
