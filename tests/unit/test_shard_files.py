@@ -18,6 +18,7 @@ from recipes.common.checkpoint import shard_files
 from recipes.common.checkpoint.checkpoint import CheckpointFolder, Position, pack
 from recipes.common.checkpoint.reading import BadCheckpointError, check_shards, read_checkpoint, read_newest
 from recipes.common.checkpoint.shard_files import ShardedFolder, read_box, read_whole, share_checks
+from recipes.common.data.file_pool import FilePool
 from recipes.common.errors import UserError
 from recipes.common.folders import names_in
 from recipes.common.models.gpt import GPT
@@ -162,8 +163,18 @@ def test_any_box_is_read_from_the_pieces_that_overlap_it(folder, monkeypatch, bl
     for name, tensor in tensors(20).items():
         for _ in range(50):
             box = tuple(tuple(sorted(chance.randint(0, size) for _ in "ab")) for size in tensor.shape)
-            found = read_box(content["model"][name], box, content["shards"])
+            found = read_box(content["model"][name], box, content["shards"], FilePool(RANKS))
             assert is_equal(found, tensor[tuple(slice(*ends) for ends in box)]), (name, box)
+
+
+def test_each_file_is_opened_once(folder, monkeypatch):
+    """A rank reads some 3,000 tensors of a large model, most of them from one file."""
+    content, opened = read_newest(folder, set_aside=True)[1], []
+    real, before = os.open, os.listdir("/proc/self/fd")
+    monkeypatch.setattr(os, "open", lambda path, *how: opened.append(Path(path).name) or real(path, *how))
+    read_whole(content)
+    assert sorted(opened) == [path.name for path in shards(folder, 20)]
+    assert os.listdir("/proc/self/fd") == before, "all are closed"
 
 
 def test_what_version_0_2_wrote_is_read(folder):

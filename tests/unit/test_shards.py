@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import subprocess
 import sys
 import tarfile
 
@@ -24,6 +25,7 @@ from recipes.single.train import options
 from scripts.bench.range_server import serve
 from scripts.dev import shards
 from tests.images import make_images
+from tests.support import ROOT
 
 CPU = torch.device("cpu")
 
@@ -71,6 +73,31 @@ def test_no_more_shards_are_open_than_a_process_may_have(images, whole):
     folder = load("imagefolder", images).train.dataset
     assert [dataset.read(i) for i in range(len(dataset))] == [folder.read(i) for i in range(len(folder))]
     assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
+def test_a_process_may_open_as_many_shards_as_its_hard_limit_allows(tmp_path):
+    """Also in a worker, which gets the pool as a pickle; its limit may be another one."""
+    code = f"""
+import os, pickle, resource
+from recipes.common.data.file_pool import FilePool
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 2000))
+pool = FilePool(300)
+assert (pool.most, resource.getrlimit(resource.RLIMIT_NOFILE)) == ((1200 + 128) // 4, (1328, 2000))
+for i in range(300):
+    open(f"{tmp_path}/{{i}}", "wb").write(b"%d" % i)
+read = [pool.read(f"{tmp_path}/{{i}}", 0, 9) for i in range(300)]
+assert read == [b"%d" % i for i in range(300)]
+assert len(pool.descriptors) == 300
+resource.setrlimit(resource.RLIMIT_NOFILE, (1000, 2000))
+sent = pickle.loads(pickle.dumps(pool))
+assert (sent.most, len(sent.descriptors)) == (332, 0)
+assert FilePool(10**6).most == 500, "the hard limit"
+assert FilePool(1).most == 500, "never lower"
+pool.close()
+assert len(os.listdir("/proc/self/fd")) < 30
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
 def test_without_a_limit_on_open_files_all_shards_stay_open(whole, monkeypatch):

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from recipes.common.checkpoint.checkpoint import CheckpointFolder, reason_of, sync_folder
 from recipes.common.checkpoint.reading import BadCheckpointError, ShardCheck, check_shards
+from recipes.common.data.file_pool import FilePool
 from recipes.common.errors import UserError
 from recipes.common.folders import names_in, refresh_names
 from recipes.common.process.threads import begin
@@ -67,10 +68,11 @@ def read_whole(content: dict[str, Any]) -> dict[str, Any]:
     def read(reference: Reference) -> Tensor:
         key = str({**reference, "pieces": pieces_of(reference).tolist()})  # a tied tensor has two names
         if key not in tensors:
-            tensors[key] = read_box(reference, tuple((0, n) for n in reference["shape"]), shards)
+            tensors[key] = read_box(reference, tuple((0, n) for n in reference["shape"]), shards, files)
         return tensors[key]
 
-    whole = map_tree(content, is_reference, read)
+    with contextlib.closing(FilePool(len(shards["files"]))) as files:
+        whole = map_tree(content, is_reference, read)
     return {key: value for key, value in whole.items() if key != "shards"}
 
 
@@ -95,8 +97,8 @@ def find_pieces(reference: Reference, box: Box) -> Iterator[tuple[int, int, Box,
         yield file, place, piece, common
 
 
-def read_box(reference: Reference, box: Box, shards: dict[str, Any]) -> Tensor:
-    """Return a part of a tensor, read from the pieces that overlap it.
+def read_box(reference: Reference, box: Box, shards: dict[str, Any], files: FilePool) -> Tensor:
+    """Return a part of a tensor, read from the pieces that overlap it; their files stay open in `files`.
 
     Raises UserError if a file cannot be read, or does not match step-N.pt.
     """
@@ -106,7 +108,7 @@ def read_box(reference: Reference, box: Box, shards: dict[str, Any]) -> Tensor:
         path = Path(shards["folder"], shards["files"][number]["name"])
         target = result[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, box, strict=True))]
         try:
-            _read_piece(path, place, piece, common, target)
+            _read_piece(files.descriptor(str(path)), place, piece, common, target)
         except OSError as error:
             raise UserError(f"cannot read {path}: {reason_of(error)}; fix this, then resume again") from None
         found += target.numel()
@@ -117,7 +119,7 @@ def read_box(reference: Reference, box: Box, shards: dict[str, Any]) -> Tensor:
 
 
 def _read_piece(
-    path: Path, place: int, piece: Sequence[Sequence[int]], common: Sequence[Sequence[int]], target: Tensor
+    file: int, place: int, piece: Sequence[Sequence[int]], common: Sequence[Sequence[int]], target: Tensor
 ) -> None:
     """Read the part that a piece and a box have in common into the target, a block of rows at a time."""
     shape = [end - first for first, end in piece] or [1]
@@ -125,19 +127,17 @@ def _read_piece(
     row_bytes = math.prod(shape[1:]) * target.itemsize
     rows = max(1, BLOCK_BYTES // row_bytes)
     target = target.view(1) if not piece else target
-    with open(path, "rb", buffering=0) as file:
-        for row in range(first, end, rows):
-            count = min(rows, end - row)
-            buffer = torch.empty(count * row_bytes, dtype=torch.uint8)
-            view, at = memoryview(buffer.numpy().data), 0
-            file.seek(place + row * row_bytes)
-            while at < len(view):
-                if not (size := file.readinto(view[at:])):
-                    raise OSError(f"it ends before byte {place + (row + count) * row_bytes}")
-                at += size
-            block = buffer.view(target.dtype).view(count, *shape[1:])
-            kept = block[(slice(None), *(slice(*column) for column in columns))]
-            target[row - first : row - first + count].copy_(kept)
+    for row in range(first, end, rows):
+        count = min(rows, end - row)
+        buffer = torch.empty(count * row_bytes, dtype=torch.uint8)
+        view, at = memoryview(buffer.numpy().data), 0
+        while at < len(view):
+            if not (size := os.preadv(file, [view[at:]], place + row * row_bytes + at)):
+                raise OSError(f"it ends before byte {place + (row + count) * row_bytes}")
+            at += size
+        block = buffer.view(target.dtype).view(count, *shape[1:])
+        kept = block[(slice(None), *(slice(*column) for column in columns))]
+        target[row - first : row - first + count].copy_(kept)
 
 
 @contextlib.contextmanager

@@ -74,7 +74,7 @@ class ShardedImages(Images):
         fields = {**fields, "crc": fields["crc"].astype(np.int64)}
         self.fields = {name: torch.from_numpy(fields[name]) for name in FIELDS}
         self.labels = self.fields["label"]
-        self.files = FilePool()
+        self.files = FilePool(len(shards))
 
     def path(self, index: int) -> str:
         """Return an image's shard and its offset there, for messages."""

@@ -89,7 +89,7 @@ class TokenWindows(Dataset[Sample]):
         counts = [max(0, file.num_tokens - 1) // seq_len for file in files]
         self.begins = np.cumsum([0, *counts])
         """The first window of each file, and the number of all."""
-        self.pool = FilePool()
+        self.pool = FilePool(len(files))
 
     def __len__(self) -> int:
         return int(self.begins[-1])

@@ -5,6 +5,7 @@ Recipes whose ranks hold whole weights import none of this.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from recipes.common import loop
 from recipes.common.checkpoint.checkpoint import CheckpointFolder, CheckpointWriter
 from recipes.common.checkpoint.shard_files import Box, ShardedFolder, is_reference, read_box
+from recipes.common.data.file_pool import FilePool
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.nonfinite import total_norm
@@ -247,11 +249,12 @@ def read_shards(
             return value
         like = own.get(name) if name else None
         if not isinstance(like, DTensor) or value["shape"] != list(like.shape):
-            return read_box(value, tuple((0, size) for size in value["shape"]), shards)
-        local = [read_box(value, box, shards) for box in boxes(name, own_box(like))]
+            return read_box(value, tuple((0, size) for size in value["shape"]), shards, files)
+        local = [read_box(value, box, shards, files) for box in boxes(name, own_box(like))]
         return shard_like(like, local[0] if len(local) == 1 else torch.cat(local))
 
-    return map_states(content, model, read)
+    with contextlib.closing(FilePool(len(shards["files"]))) as files:
+        return map_states(content, model, read)
 
 
 def names_of_parameters(model: nn.Module) -> list[list[str]]:
