@@ -211,6 +211,43 @@ def test_of_thousands_of_ranks_a_checkpoint_has_one_tensor_of_pieces_for_each_of
     assert found == [(10, ((10, 11), (3, 5))), (11, ((11, 12), (3, 5)))]
 
 
+def test_pieces_are_merged_tensor_by_tensor_in_the_order_of_the_ranks(tmp_path):
+    """Of any number for each tensor and rank, some ranks without a file."""
+    chance, own = random.Random(0), []
+    shapes = [[8, 8], [8], [], [4, 4, 4], [3], [0]]
+    for rank in range(9):
+        counts = [chance.randint(0, 3) * (rank not in (0, 4)) for _ in shapes[:-1]] + [0]
+        box = [
+            [(chance.randint(0, 9), tuple((i, i + rank) for i in shape)) for _ in range(n)]
+            for shape, n in zip(shapes, counts, strict=True)
+        ]
+        own.append(box)
+    gathered = []
+    for rank, pieces in enumerate(own):
+        name = f"step-000000001-{rank:05d}-00000000.shard"
+        (tmp_path / name).touch()
+        entry = {"name": name, "size": 0, "crc32": 0} if any(pieces) else None
+        gathered.append((entry, shard_files.pack_pieces(pieces), None))
+    content = pack(ARGS, Position(step=1), {}, {"state": {}, "param_groups": []}, {})
+    content["model"] = {
+        str(i): {"shape": shape, "dtype": "float32", "pieces": []} for i, shape in enumerate(shapes)
+    }
+    sharded = ShardedFolder(CheckpointFolder(tmp_path), Together(0, None, [None]))
+    assert sharded._commit(content, gathered, is_best=False) is None
+    read = torch.load(tmp_path / "step-000000001.pt", weights_only=True)
+    files = [int(entry["name"].split("-")[2]) for entry in read["shards"]["files"]]
+    assert files == [1, 2, 3, 5, 6, 7, 8]
+    for number, shape in enumerate(shapes):
+        rows = [
+            [files.index(rank), place, *(end for ends in box for end in ends)]
+            for rank in files
+            for place, box in own[rank][number]
+        ]
+        found = read["model"][str(number)]["pieces"]
+        assert (found.dtype, found.shape) == (torch.int64, (len(rows), 2 + 2 * len(shape)))
+        assert found.tolist() == rows
+
+
 def test_cut_or_changed_at_any_byte_it_is_passed_over(folder, capsys):
     for path in [*shards(folder, 20), folder.paths()[0]]:
         whole = path.read_bytes()

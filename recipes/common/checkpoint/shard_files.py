@@ -223,13 +223,11 @@ def pack_pieces(own: list[list[tuple[int, Box]]]) -> bytes:
     return isal_zlib.compress(np.array(numbers, np.int64).tobytes(), 1)
 
 
-def unpack_pieces(content: bytes) -> Iterator[np.ndarray]:
-    """Yield the numbers of each tensor's pieces: int64, for each piece the offset and the ends of its box."""
+def unpack_pieces(content: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Return how many numbers each tensor has, and all of them: of each piece the offset and its box's ends."""
     numbers = np.frombuffer(isal_zlib.decompress(content), np.int64)
-    place = 1 + int(numbers[0])
-    for size in numbers[1:place].tolist():
-        yield numbers[place : place + size]
-        place += size
+    sizes, numbers = np.split(numbers[1:], numbers[:1])
+    return sizes, numbers
 
 
 class ShardedFolder:
@@ -290,16 +288,18 @@ class ShardedFolder:
 
     def _commit(self, content: dict[str, Any], ranks: list[Any], is_best: bool) -> UserError | None:
         """Write step-N.pt, with the pieces of all ranks; return the error if it cannot be written."""
-        numbers = [number for number, (entry, _, _) in enumerate(ranks) if entry]
-        files = [ranks[number][0] for number in numbers]
-        of_ranks = [unpack_pieces(ranks[number][1]) for number in numbers]
+        files = [entry for entry, _, _ in ranks if entry]
+        file_of = np.cumsum([bool(entry) for entry, _, _ in ranks]) - 1  # a rank without a file has no pieces
+        of_ranks, numbers = zip(*(unpack_pieces(pieces) for _, pieces, _ in ranks), strict=True)
+        sizes, all_numbers = np.stack(of_ranks), np.concatenate(numbers)
+        starts = (np.cumsum(sizes) - sizes.ravel()).reshape(sizes.shape)
+        tensors = itertools.count()
 
         def merge(reference: Reference) -> Reference:
-            width = 2 + 2 * len(reference["shape"])
-            own = [next(rank).reshape(-1, width - 1) for rank in of_ranks]
-            files_of = np.repeat(np.arange(len(own)), np.array([len(pieces) for pieces in own], np.int64))
-            none = np.empty((0, width - 1), np.int64)
-            pieces = np.column_stack([files_of, np.concatenate([none, *own])])
+            tensor, width = next(tensors), 1 + 2 * len(reference["shape"])
+            own, start = sizes[:, tensor], starts[:, tensor]
+            places = np.repeat(start - (np.cumsum(own) - own), own) + np.arange(own.sum())
+            pieces = np.column_stack([np.repeat(file_of, own // width), all_numbers[places].reshape(-1, width)])
             return {**reference, "pieces": torch.from_numpy(pieces)}
 
         try:
