@@ -79,6 +79,8 @@ class Job:
     profile: Profile | None = None
     """With --profile-steps, on rank 0 only."""
     position: Position = field(default_factory=Position)
+    _order: tuple[int, Tensor] = (-1, torch.empty(0))
+    """An epoch, and the order of its samples: an evaluation within the epoch does not draw it again."""
     _next_vote: int = 0
     _last_vote: tuple[int, float] = (0, 0.0)
     _pass_ends: list[torch.cuda.Event] = field(default_factory=list)
@@ -245,7 +247,9 @@ class Job:
         They depend only on the data, the seed and the step: any number of ranks shares out the same batches.
         """
         size = self.args.global_batch_size
-        order = draw_order(self.data.train, self.args, self.position.epoch)
+        if self._order[0] != self.position.epoch:
+            self._order = self.position.epoch, draw_order(self.data.train, self.args, self.position.epoch)
+        _, order = self._order
         first_step = self.position.epoch * self.steps_per_epoch
         for step in range(self.position.step, self.next_evaluation):
             start = (step - first_step) * size

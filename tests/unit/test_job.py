@@ -10,11 +10,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from recipes.common import job as jobs
 from recipes.common import loop
 from recipes.common.checkpoint.checkpoint import Position
 from recipes.common.data.workers import WorkerError
 from recipes.common.errors import UserError
-from recipes.common.job import MOST_MS
+from recipes.common.job import MOST_MS, draw_order
 from recipes.common.process.signals import GO, STOP, vote_interval
 from recipes.common.restore import restore
 from recipes.common.task import Classification, Task
@@ -131,6 +132,18 @@ class TestJob:
         assert len(list(job.global_batches())) == 1
         job.position.step, job.position.epoch = 3, 1
         assert not torch.equal(next(job.global_batches()), batches[0])
+
+    def test_the_order_of_an_epoch_is_drawn_once(self, monkeypatch):
+        """Of a billion samples, it takes a minute."""
+        job, drawn = tiny_job("--epochs", "2", "--evaluate-every", "1"), []
+        monkeypatch.setattr(jobs, "draw_order", lambda *args: drawn.append(args[2]) or draw_order(*args))
+        seen = []
+        for step in range(6):
+            job.position = Position(step=step, epoch=step // 3, evaluated_step=step)
+            seen += job.global_batches()
+        assert drawn == [0, 1]
+        expected = [draw_order(job.data.train, job.args, epoch)[:90] for epoch in range(2)]
+        assert torch.equal(torch.cat(seen), torch.cat(expected))
 
     def test_what_a_sharded_checkpoint_may_take(self):
         """A million weights of 4 bytes and their moments are 12 MB: 1.2 s at 10 MB/s, 12 ms at 1 GB/s in all."""

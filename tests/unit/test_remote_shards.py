@@ -209,6 +209,17 @@ def test_each_batch_knows_the_next_ones_of_its_worker():
     assert [batch.ahead for batch in batches[6:]] == [[], [], []]
 
 
+def test_batches_are_drawn_as_far_as_workers_read_ahead():
+    """An epoch may have a million of them."""
+    drawn = []
+    keys = BatchKeys(workers=2, samples=5)
+    keys.batches = (drawn.append(i) or torch.arange(2) for i in itertools.count())
+    batches = iter(keys)
+    for number in range(3):
+        assert len(next(batches).ahead) == 3 * 2
+        assert len(drawn) == number + 1 + 2 * 3
+
+
 def drop(handler, number):
     handler.connection.shutdown(socket.SHUT_RDWR)
     handler.close_connection = True

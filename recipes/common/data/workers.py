@@ -13,6 +13,7 @@ import contextlib
 import copy
 import errno
 import functools
+import itertools
 import multiprocessing
 import os
 import signal
@@ -20,6 +21,7 @@ import socket
 import sys
 import threading
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import BaseContext
@@ -205,17 +207,20 @@ class BatchKeys:
 
     def __init__(self, workers: int, samples: int) -> None:
         self.workers, self.samples = max(1, workers), samples
-        self.epoch, self.batches = 0, list[Tensor]()
+        self.epoch = 0
+        self.batches: Iterable[Tensor] = ()
         """The indices of each batch's samples: int64."""
 
     def __iter__(self) -> Iterator[Keys]:
-        for number, batch in enumerate(self.batches):
-            keys, last = Keys(self._keys(batch)), number + self.workers * -(-self.samples // len(batch))
-            keys.ahead = [
-                key
-                for later in self.batches[number + self.workers : last + 1 : self.workers]
-                for key in self._keys(later)
-            ]
+        batches = iter(self.batches)
+        later = deque(itertools.islice(batches, 1))
+        while later:
+            batch = later.popleft()
+            reach = self.workers * -(-self.samples // len(batch))
+            later.extend(itertools.islice(batches, max(0, max(1, reach) - len(later))))
+            keys = Keys(self._keys(batch))
+            of_worker = itertools.islice(later, self.workers - 1, reach, self.workers)
+            keys.ahead = [key for indices in of_worker for key in self._keys(indices)]
             yield keys
 
     def _keys(self, batch: Tensor) -> Iterator[tuple[int, int]]:
@@ -290,7 +295,7 @@ class LoadedSplit(Split):
         Raises WorkerError if a worker died, or no batch came within the bound.
         """
         # The loader keeps its workers, and reads the keys anew in each epoch.
-        self.keys.epoch, self.keys.batches = epoch, [index for index in indices if len(index)]
+        self.keys.epoch, self.keys.batches = epoch, (index for index in indices if len(index))
         with without_main(), bounded(self.bound_s):  # if workers are kept, this waits for each of them
             loaded = iter(self.loader)
         while True:
@@ -304,7 +309,7 @@ class LoadedSplit(Split):
                     self._report(fault, bool(is_damaged))
             inputs, targets = (tensor.to(self.device, non_blocking=True) for tensor in (inputs, targets))
             yield self.prepare(inputs), targets
-        self.keys.batches = []
+        self.keys.batches = ()
 
     def unreported(self) -> Split:
         """Return this split, whose samples that cannot be read are neither counted nor reported."""
