@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from recipes.common.errors import UserError
 from recipes.common.process.signals import Stop
+from recipes.common.watch.report import name_ranks
 
 MIN_LOSS_SCALE = 1.0
 """Below this loss scale, even unscaled gradients overflow: from 2^16, 17 bad steps in a row lead there."""
@@ -42,7 +43,7 @@ class NonFiniteError(UserError):
     status = 1
 
     def __init__(self, step: int, is_loss: bool, hint: str, ranks: Sequence[int] = ()) -> None:
-        names = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
+        names = f" on {name_ranks(ranks)}" if ranks else ""
         super().__init__(f"{'the loss' if is_loss else 'a gradient'} of step {step} is not finite{names}; {hint}")
         self.step, self.is_loss, self.hint = step, is_loss, hint
 

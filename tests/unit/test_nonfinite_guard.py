@@ -104,6 +104,8 @@ def test_the_line_names_the_ranks_whose_own_loss_was_bad():
         raise_first(sent)
     with pytest.raises(NonFiniteError, match=r"^a gradient of step 7 is not finite; hint$"):
         raise_first([errors[0], None])
+    with pytest.raises(NonFiniteError, match=r"^the loss of step 7 is not finite on ranks 0-8190; hint$"):
+        raise_first([NonFiniteError(7, True, "hint")] * 8191 + [None])
 
 
 def test_other_errors_keep_their_rank_and_status():
