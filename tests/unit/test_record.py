@@ -300,6 +300,19 @@ class TestRecord:
         for write in write_all(newer, 9):
             write()
 
+    def test_who_owns_a_run_is_read_again_only_if_its_file_has_changed(self, tmp_path, monkeypatch):
+        """Of 1,024 hosts and 50 launches, config.json has megabytes, and each logged step asks."""
+        record, _ = self.open(tmp_path, "--name", "a")
+        config, read, read_text = record.folder / "config.json", [], Path.read_text
+        monkeypatch.setattr(Path, "read_text", lambda path, **how: read.append(path) or read_text(path, **how))
+        for step in range(5):
+            self.log(record, step)
+        assert read == [config]
+        os.utime(config)
+        self.log(record, 6)
+        self.log(record, 7)
+        assert read == [config] * 2
+
     def test_a_checkpoint_is_not_added_to_a_run_that_was_taken_over_meanwhile(self, tmp_path, monkeypatch):
         record, _ = self.open(tmp_path, "--name", "a")
         save = torch.save

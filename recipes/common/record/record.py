@@ -136,7 +136,7 @@ class Record:
         keep = self.args.keep_checkpoints
         self.checkpoints = CheckpointFolder(self.folder / "checkpoints", keep, self.check_owner)
         self.progress = start_progress()
-        self._id, self._written = secrets.token_hex(8), ""
+        self._id, self._written, self._seen = secrets.token_hex(8), "", (0, 0, 0)
         self._config, self._metrics = self.folder / "config.json", self.folder / "metrics.jsonl"
         self._events: Any = None
         self._earlier_result: dict[str, Any] | None = None
@@ -207,8 +207,13 @@ class Record:
         """
         fix = "this job stops and writes nothing more; start one job of a name at a time"
         try:
-            if self._config.read_text(errors="replace") == self._written:
-                return  # without parsing a file that grows with every launch
+            with open(self._config, "rb") as file:  # on NFS, this asks the server, and stat() may not
+                now = os.fstat(file.fileno())
+            found = (now.st_ino, now.st_mtime_ns, now.st_size)
+            # Without reading or parsing a file that grows with every launch.
+            if found == self._seen or self._config.read_text(errors="replace") == self._written:
+                self._seen = found
+                return
             from recipes.common.record.earlier_launches import read_config
 
             last = read_config(self._config)["launches"][-1]
