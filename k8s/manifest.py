@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import secrets
@@ -23,6 +24,10 @@ INSTANCE = "app.kubernetes.io/instance"
 PLACEHOLDER = "registry.invalid/"
 """The registry in the files until they are edited: nobody can own a name below .invalid (RFC 2606)."""
 GPU = "nvidia.com/gpu"
+RESTARTS = 3
+"""How often the files let a failed job start again."""
+MTBF_GPU_HOURS, MONTH_HOURS = 50_000, 30 * 24
+"""A failure of the job is expected once in so many GPU hours (docs/plan.md)."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,9 @@ def render(request: Request) -> list[dict[str, Any]]:
     rename(documents, documents[-1]["metadata"]["name"], request.name)
     job = documents[-1]["spec"]
     containers = [template["spec"]["containers"][0] for template in pod_templates(documents)]
-    set_nodes(request.nodes, job, containers)
+    restarts = max(RESTARTS, math.ceil(request.nodes * (request.gpus or 1) * MONTH_HOURS / MTBF_GPU_HOURS))
+    set_nodes(request.nodes, job, containers, restarts)
+    set_restarts(restarts, documents)
     if request.gpus is not None:
         nproc = 1 if request.recipe in ONE_PROCESS else max(request.gpus, 1)
         set_gpus(request.gpus, nproc, job, list(pod_templates(documents)))
@@ -241,7 +248,22 @@ def set_env(container: dict[str, Any], name: str, value: str) -> None:
             variable["value"] = value
 
 
-def set_nodes(nodes: int, job: dict[str, Any], containers: list[dict[str, Any]]) -> None:
+def set_restarts(restarts: int, tree: Any) -> None:
+    """Let a failed job start again so often, wherever that is a number of its own and not edited."""
+    if isinstance(tree, list):
+        for value in tree:
+            set_restarts(restarts, value)
+    if not isinstance(tree, dict):
+        return
+    for key, value in tree.items():
+        if (key, value) in (("maxRestarts", RESTARTS), ("backoffLimitPerIndex", RESTARTS)):
+            tree[key] = restarts
+        elif key == "runPolicy" and "mpiReplicaSpecs" in tree and value.get("backoffLimit") == RESTARTS + 1:
+            value["backoffLimit"] = restarts + 1  # the launcher's Job fails at its limit
+        set_restarts(restarts, value)
+
+
+def set_nodes(nodes: int, job: dict[str, Any], containers: list[dict[str, Any]], restarts: int = RESTARTS) -> None:
     """Set the number of nodes in each place where the kind has it."""
     spec = job["replicatedJobs"][0]["template"]["spec"] if "replicatedJobs" in job else job
     if "completions" in spec:
@@ -255,11 +277,11 @@ def set_nodes(nodes: int, job: dict[str, Any], containers: list[dict[str, Any]])
         before = job["elasticPolicy"]["maxReplicas"]
         job["elasticPolicy"]["maxReplicas"] = nodes = max(nodes, before)
     if "pytorchReplicaSpecs" in job:
-        # The operator adds up the restarts of all containers, and fails at the limit: allow three of each node. A
-        # limit that the user has raised stays.
+        # The operator adds up the restarts of all containers, and fails at the limit: allow so many of each node.
+        # A limit that the user has raised stays.
         policy = job.setdefault("runPolicy", {})
         limit = policy.get("backoffLimit", 0)
-        policy["backoffLimit"] = max(limit * (limit > 3 * before + 1), 3 * nodes + 1)
+        policy["backoffLimit"] = max(limit * (limit > RESTARTS * before + 1), restarts * nodes + 1)
 
 
 def set_gpus(gpus: int, nproc: int, job: dict[str, Any], templates: list[dict[str, Any]]) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from k8s.manifest import KINDS, Request, load, render
+from k8s.manifest import KINDS, Request, load, render, set_restarts
 from tests.k8s import simulation
 from tests.k8s.controllers import DRAINED, GAVE_UP, Job, MPIJob, PyTorchJob, give_up, pulled_at
 
@@ -44,6 +44,32 @@ def test_a_failing_rank_is_started_again_three_times(nodes):
     job = job_of("indexed-job", nodes)
     assert [set(job.fail(dict.fromkeys(range(nodes), 1)).values()) for _ in range(4)] == [{10}, {20}, {40}, set()]
     assert job.failed == "MaxFailedIndexesExceeded"
+
+
+@pytest.mark.parametrize(("nodes", "gpus", "restarts"), [(2, 8, 3), (26, 8, 3), (27, 8, 4), (1024, 8, 118)])
+def test_large_jobs_may_restart_as_often_as_they_are_expected_to_fail_in_30_days(nodes, gpus, restarts):
+    """419 unexpected stops of 16,384 GPUs in 54 days are one per 50,000 GPU hours."""
+
+    def spec_for(kind):
+        documents = render(Request(kind, simulation.recipe_for(kind), "mine", nodes=nodes, gpus=gpus))
+        return documents[0]["spec"]["template"]["spec"] if kind == "trainjob" else documents[-1]["spec"]
+
+    assert spec_for("indexed-job")["backoffLimitPerIndex"] == restarts
+    for kind in ("jobset", "trainjob"):
+        spec = spec_for(kind)
+        assert spec["failurePolicy"]["maxRestarts"] == restarts
+        assert spec["replicatedJobs"][0]["template"]["spec"]["backoffLimitPerIndex"] == 0
+    assert spec_for("pytorchjob")["runPolicy"]["backoffLimit"] == restarts * nodes + 1
+    assert spec_for("mpijob")["runPolicy"]["backoffLimit"] == restarts + 1
+    assert spec_for("pytorchjob-elastic")["elasticPolicy"]["maxRestarts"] == 100
+    assert spec_for("doctor")["backoffLimit"] == 0
+
+
+def test_an_edited_limit_of_restarts_stays():
+    documents = load("jobset.yaml")
+    documents[-1]["spec"]["failurePolicy"]["maxRestarts"] = 1
+    set_restarts(118, documents)
+    assert documents[-1]["spec"]["failurePolicy"]["maxRestarts"] == 1
 
 
 @pytest.mark.parametrize("kind", ["jobset", "trainjob"])
