@@ -1,6 +1,6 @@
 """Mixed precision over DDP at the levels of NVIDIA apex: O0 and O1 by torch.amp, O2 and O3 by apex itself.
 
-Run `torchrun --nproc-per-node=2 recipes/apex/minimal.py --checkpoint lenet.pt`; train.py has all options.
+Run `torchrun --nproc-per-node=2 recipes/apex/minimal.py --checkpoint apex.pt`; train.py has all options.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """nn.DataParallel: one process, a thread per GPU, the model copied to all of them in every step.
 
-Run `python recipes/dataparallel/minimal.py --checkpoint lenet.pt`; train.py has all options.
+Run `python recipes/dataparallel/minimal.py --checkpoint dataparallel.pt`; train.py has all options.
 """
 
 import argparse

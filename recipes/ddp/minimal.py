@@ -1,6 +1,6 @@
 """DistributedDataParallel: a process per device, gradients averaged while backward still runs.
 
-Run `torchrun --nproc-per-node=2 recipes/ddp/minimal.py --checkpoint lenet.pt`; train.py has all options.
+Run `torchrun --nproc-per-node=2 recipes/ddp/minimal.py --checkpoint ddp.pt`; train.py has all options.
 """
 
 import argparse

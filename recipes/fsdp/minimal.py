@@ -1,6 +1,6 @@
 """FSDP2: a process per device, each holding a shard of the weights, gradients and optimizer state.
 
-Run `torchrun --nproc-per-node=4 recipes/fsdp/minimal.py --checkpoint lenet.pt`; train.py has all options.
+Run `torchrun --nproc-per-node=4 recipes/fsdp/minimal.py --checkpoint fsdp.pt`; train.py has all options.
 """
 
 import argparse

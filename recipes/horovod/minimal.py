@@ -1,6 +1,6 @@
 """hvd.DistributedOptimizer: a process per device, gradients averaged by name while backward still runs.
 
-Run `horovodrun -np 2 python recipes/horovod/minimal.py --checkpoint lenet.pt`; train.py has all options.
+Run `horovodrun -np 2 python recipes/horovod/minimal.py --checkpoint horovod.pt`; train.py has all options.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Pipeline parallelism x DDP: the layers are divided among the processes of a replica.
 
-Run `torchrun --nproc-per-node=4 recipes/pipeline/minimal.py --checkpoint lenet.pt`; train.py has all options.
+Run `torchrun --nproc-per-node=4 recipes/pipeline/minimal.py --checkpoint pipeline.pt`; train.py has all options.
 """
 
 import argparse

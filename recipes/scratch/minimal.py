@@ -1,6 +1,6 @@
 """Data parallelism from sends and receives: the ranks' gradients are summed around a ring.
 
-Run `torchrun --nproc-per-node=2 recipes/scratch/minimal.py --checkpoint lenet.pt`; train.py has all options.
+Run `torchrun --nproc-per-node=2 recipes/scratch/minimal.py --checkpoint scratch.pt`; train.py has all options.
 """
 
 import argparse

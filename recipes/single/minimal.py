@@ -1,6 +1,6 @@
 """One process, one device: the page that every other minimal.py starts from, and whose losses it repeats.
 
-Run `python recipes/single/minimal.py --checkpoint lenet.pt`; train.py has all options.
+Run `python recipes/single/minimal.py --checkpoint single.pt`; train.py has all options.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """torch.multiprocessing.spawn in place of torchrun: the script starts its own ranks, DDP connects them.
 
-Run `python recipes/spawn/minimal.py --nproc-per-node 2 --checkpoint lenet.pt`; train.py has all options.
+Run `python recipes/spawn/minimal.py --nproc-per-node 2 --checkpoint spawn.pt`; train.py has all options.
 """
 
 import argparse

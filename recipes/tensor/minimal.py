@@ -1,6 +1,6 @@
 """Tensor parallelism x data parallelism: each layer is split over the N ranks of a replica.
 
-Run `torchrun --nproc-per-node=4 recipes/tensor/minimal.py --checkpoint lenet.pt`; train.py has all options.
+Run `torchrun --nproc-per-node=4 recipes/tensor/minimal.py --checkpoint tensor.pt`; train.py has all options.
 """
 
 import argparse

@@ -68,7 +68,7 @@ PAGE_OPTIONS = {
 
 def rename(text: str, source: str, name: str) -> str:
     """Return a recipe's file with the recipe's name changed wherever it means the recipe."""
-    for before in ("RECIPE=", "recipe=", "recipes/", r"recipes\."):
+    for before in ("RECIPE=", "recipe=", "recipes/", r"recipes\.", "--checkpoint "):
         text = re.sub(rf"(?<={before}){source}\b", name, text)
     text = re.sub(rf'(\b(?:{CALLS})\((?:\w+, )*)"{source}"', rf'\1"{name}"', text)
     return re.sub(rf"\A# {source}\b", f"# {name}", text)

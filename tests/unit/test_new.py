@@ -35,7 +35,7 @@ def test_every_name_is_changed_and_nothing_else(house, source):
         for pair in zip(before.splitlines(), after.splitlines(), strict=True):
             assert pair[0] == pair[1] or re.sub(r"\bmine\b", source, pair[1]) == pair[0]
         compile(after, path.name, "exec") if path.suffix == ".py" else None
-        assert not re.search(rf"(RECIPE=|recipe=|recipes[./]){source}\b", after)
+        assert not re.search(rf"(RECIPE=|recipe=|recipes[./]|--checkpoint ){source}\b", after)
     train = (house / "recipes/mine/train.py").read_text()
     assert re.search(r'options = partial\(parse, \w+Options, "mine", __doc__\)', train)
     assert 'train_as_rank("mine", ' in train
