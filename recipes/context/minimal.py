@@ -89,10 +89,10 @@ def main() -> None:
         inputs, targets = windows[:, positions], windows[:, positions + 1]
         return cross_entropy(ddp(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
 
-    started, steps_per_epoch = time.perf_counter(), len(train) // BATCH_SIZE
+    started, epoch_steps = time.perf_counter(), len(train) // BATCH_SIZE
     for epoch in range(args.epochs):
         order = torch.randperm(len(train), generator=torch.Generator().manual_seed(epoch))  # the same on all ranks
-        for step, batch in enumerate(order.split(BATCH_SIZE)[:steps_per_epoch], epoch * steps_per_epoch + 1):
+        for step, batch in enumerate(order.to(device).split(BATCH_SIZE)[:epoch_steps], epoch * epoch_steps + 1):
             optimizer.zero_grad()
             share = batch.tensor_split(replicas)[replica]  # Context: each replica takes its share of the batch
             # Context: gradients are averaged over the ranks; the factor world_size makes this the batch's mean.
@@ -109,7 +109,7 @@ def main() -> None:
         test_loss = total.item() / (len(test) * SEQ_LEN)
         if rank == 0:
             print(f"epoch {epoch + 1} test_loss {test_loss:.8f}")
-    speed = args.epochs * steps_per_epoch * BATCH_SIZE / (time.perf_counter() - started)
+    speed = args.epochs * epoch_steps * BATCH_SIZE / (time.perf_counter() - started)
     if rank == 0:
         print(f"result recipe=context {world_size=} {test_loss=:.4f} samples_per_s={speed:.0f}")
     dist.barrier()  # Context: no rank disconnects while another still waits for it

@@ -60,7 +60,7 @@ def main() -> None:
 
     started, steps_per_epoch = time.perf_counter(), len(labels) // BATCH_SIZE
     for epoch in range(first_epoch, args.epochs):
-        batches = permutation(len(labels), epoch).split(BATCH_SIZE)[:steps_per_epoch]  # drops the last, short one
+        batches = permutation(len(labels), epoch).to(device).split(BATCH_SIZE)[:steps_per_epoch]  # full batches
         for step, batch in enumerate(batches, epoch * steps_per_epoch + 1):
             optimizer.zero_grad()
             loss = cross_entropy(parallel(images[batch]), labels[batch], reduction="sum") / BATCH_SIZE
