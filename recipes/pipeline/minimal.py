@@ -104,8 +104,8 @@ def main() -> None:
         if rank == 0:
             print(f"epoch {epoch + 1} test_loss {test_loss:.8f} test_accuracy {accuracy:.4f}")
         # Pipeline: gathers the weights and the momentum of all stages of a replica in main memory, here 170 KB.
-        states: list[object] = [None] * args.stages
-        dist.all_gather_object(states, get_state_dict(part, optimizer, options=in_main_memory), group=pp)
+        own = get_state_dict(part, optimizer, options=in_main_memory) if args.checkpoint else None
+        dist.all_gather_object(states := [None] * args.stages, own, group=pp)
         if rank == 0 and args.checkpoint:
             torch.save({"epoch": epoch + 1, "accuracy": accuracy, "states": states}, f"{args.checkpoint}.tmp")
             os.replace(f"{args.checkpoint}.tmp", args.checkpoint)

@@ -75,7 +75,8 @@ def main() -> None:
     dist.broadcast_object_list(received := [state])
     if state := received[0]:
         first_epoch, accuracy = state["epoch"], state["accuracy"]
-        set_state_dict(model, optimizer, **state["states"], options=whole)  # Tensor: each rank keeps its shards
+        weights, momentum = state["states"]  # Tensor: each rank keeps its shards of them
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=momentum, options=whole)
 
     started, steps_per_epoch = time.perf_counter(), len(labels) // BATCH_SIZE
     for epoch in range(first_epoch, args.epochs):
@@ -104,9 +105,8 @@ def main() -> None:
         if rank == 0:
             print(f"epoch {epoch + 1} test_loss {test_loss:.8f} test_accuracy {accuracy:.4f}")
         # Tensor: all-gathers the shards of weights and momentum, a tensor at a time, into rank 0's main memory.
-        model_state, optimizer_state = get_state_dict(model, optimizer, options=whole)
+        states = get_state_dict(model, optimizer, options=whole) if args.checkpoint else None
         if rank == 0 and args.checkpoint:
-            states = {"model_state_dict": model_state, "optim_state_dict": optimizer_state}
             torch.save({"epoch": epoch + 1, "accuracy": accuracy, "states": states}, f"{args.checkpoint}.tmp")
             os.replace(f"{args.checkpoint}.tmp", args.checkpoint)
     speed = (args.epochs - first_epoch) * steps_per_epoch * BATCH_SIZE / (time.perf_counter() - started)
