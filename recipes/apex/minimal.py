@@ -75,7 +75,7 @@ def main() -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         scaler.load_state_dict(state["amp"] or scaler.state_dict())  # AMP: a run without a scale has saved none
-    # DDP: broadcasts rank 0's weights; backward() all-reduces gradients, 2 (N-1)/N of their bytes per rank.
+    # DDP: broadcasts rank 0's weights; backward() all-reduces gradients: each of N ranks sends 2 (N-1)/N of them.
     ddp = nn.parallel.DistributedDataParallel(model)
 
     started, steps_per_epoch = time.perf_counter(), len(labels) // BATCH_SIZE

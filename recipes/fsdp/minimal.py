@@ -49,7 +49,7 @@ def main() -> None:
     # FSDP: each rank evaluates its own share of the test samples.
     test_images, test_labels = (part.tensor_split(world_size)[rank] for part in (test_images, test_labels))
 
-    torch.manual_seed(SEED)
+    torch.manual_seed(SEED)  # FSDP: the same on all ranks: fully_shard broadcasts no weights
     first, second, pool = nn.Conv2d(1, 6, 5, padding=2), nn.Conv2d(6, 16, 5, padding=2), nn.MaxPool2d(2)
     linear = [nn.Linear(64, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)]
     model = nn.Sequential(first, pool, nn.ReLU(), second, pool, nn.ReLU(), nn.Flatten(), *linear)

@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--log-every", type=int, default=10, help="steps between printed losses")
     parser.add_argument("--checkpoint", help="file to resume from if it exists, and to write after each epoch")
-    parser.add_argument("--stages", type=int, default=2, help="processes that a replica of the model spans")
+    parser.add_argument("--stages", type=int, default=2, help="processes of a replica, 1 to 4; replicas divide 16")
     args = parser.parse_args()
     # DDP: torchrun sets each process's rank; each takes its GPU and connects at MASTER_ADDR:MASTER_PORT.
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))

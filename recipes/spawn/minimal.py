@@ -72,7 +72,7 @@ def main(rank: int = -1, port: int = 0) -> None:
         first_epoch, accuracy = state["epoch"], state["accuracy"]
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-    # DDP: broadcasts rank 0's weights; backward() all-reduces gradients, 2 (N-1)/N of their bytes per rank.
+    # DDP: broadcasts rank 0's weights; backward() all-reduces gradients: each of N ranks sends 2 (N-1)/N of them.
     ddp = nn.parallel.DistributedDataParallel(model)
 
     started, steps_per_epoch = time.perf_counter(), len(labels) // BATCH_SIZE
