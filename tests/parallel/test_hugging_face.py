@@ -20,7 +20,7 @@ from tests.support import ROOT, TIMEOUT_S, largest_difference, losses, train, we
 
 TEXT = (ROOT / "docs/hugging-face.md").read_text()
 CHAT, LORA, VIT, SPLIT, SEQUENCE = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-(MERGE,) = re.findall(r"python -c '(.*)'", TEXT)
+MERGE, CONFIGURE = re.findall(r"python -c '(.*)'", TEXT)
 CHARACTERS = "0123456789+= "
 OPTIONS = ("--optimizer", "adamw", "--lr", "1e-3", "--max-steps", "8", "--global-batch-size", "12")
 ANSWERS = ("--data", "chat:answers", *OPTIONS)
@@ -130,12 +130,15 @@ def test_lora_is_merged(run, folder):
 
 
 @pytest.mark.slow
-def test_a_model_of_images_gets_a_new_head(run):
+def test_a_model_of_images_gets_a_new_head(run, folder):
     options = ("--model", "images:vit", "--weights", "vit-base-patch16-224", *OPTIONS)
     expected = run("single", 1, *options)
     assert_same(run("ddp", 2, *options), expected)
     output = "".join(path.read_text() for path in (expected.parent / "output-single-1").iterdir())
     assert "of another shape: classifier.weight, classifier.bias" in output
+    code = CONFIGURE.replace('"tuned"', '"flowers"')
+    subprocess.run([sys.executable, "-c", code], cwd=folder, check=True, timeout=TIMEOUT_S)
+    assert transformers.AutoConfig.from_pretrained(folder / "flowers").num_labels == 102
 
 
 def test_from_pretrained_loads_what_is_exported(run, folder):
