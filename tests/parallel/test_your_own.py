@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from recipes.common.errors import UserError
 from scripts.bench.claims import read_claims
@@ -394,6 +395,30 @@ def test_data_is_refused_as_it_would_run_and_do_nothing(monkeypatch, tmp_path):
     assert fail(monkeypatch, SCRIPT=str(path)).startswith(f"SCRIPT {path} is JSON; convert a notebook by jupyter ")
     path.write_text("# options\nlr: 0.1\nepochs: 3\n")
     assert fail(monkeypatch, SCRIPT=str(path)) == f"SCRIPT {path} is YAML; name a Python file"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_the_signal_handler_of_the_page_stops_all_ranks_after_the_same_step(tmp_path, number):
+    section = (ROOT / "docs/your-own.md").read_text().split("\n## A signal handler\n")[1]
+    handler, check = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[:2]
+    source = f"""{WAIT}{handler}
+dist.init_process_group("gloo")
+rank, device, model = dist.get_rank(), "cpu", torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters())
+dist.barrier()
+(run_dir / f"up-{{rank}}").touch()
+for step in range(6000):
+    time.sleep(0.01 * rank)
+{textwrap.indent(check, "    ")}"""
+    job = Job(tmp_path, source, "ddp", 2)
+    result = job.stop(number, ranks=2)
+    assert (result.status, result.errors) == (0, [])
+    saved = torch.load(job.run / "last.pt", weights_only=True)
+    assert saved.keys() == {"step", "model", "optimizer"}
+    assert 0 < saved["step"] < 5980
+    assert saved["step"] % 20 == 0
+    assert not (job.run / "last.pt.tmp").exists()
 
 
 def test_what_no_launcher_can_run_is_refused(monkeypatch, tmp_path):
