@@ -91,8 +91,8 @@ class TorchAmp:
         if args.deterministic:
             settle_buckets(self.ddp, data, world.device)
         if args.compile:
-            self.ddp.compile(mode=args.compile_mode)
-        self.eval_model = self.ddp  # DDP: exchanges nothing without gradients, and --compile has compiled it
+            self.working.compile(mode=args.compile_mode)  # DDP: not the wrapper, as in recipes/ddp
+        self.eval_model = self.ddp  # DDP: exchanges nothing without gradients
         self.summary = summarise(args, "torch.amp", self.half, is_scaled, why)
 
     def autocast(self) -> torch.autocast:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from concurrent.futures import ThreadPoolExecutor, wait
 
+import torch
 from torch import nn
 
 from recipes.common.task import Task
@@ -28,7 +29,8 @@ def make_sample(task: Task, model: nn.Module, peers: Peers, exchanges: bool, tim
             whole = model
             if not exchanges and any(p.device != peers.device for p in model.parameters()):
                 whole = copy.deepcopy(model).to(peers.device)  # a pipeline's layers may be on several devices
-            return task.sample(whole, peers.device)
+            with torch.compiler.set_stance("force_eager"):  # a single sample would be compiled anew
+                return task.sample(whole, peers.device)
         except Exception as error:
             if exchanges and isinstance(error, RuntimeError):  # perhaps a lost rank
                 raise

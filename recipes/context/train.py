@@ -113,7 +113,7 @@ def wrap(
     if args.deterministic:
         settle_buckets(ddp, data, world.device, lambda inputs: own_sequence(inputs, cp))
     if args.compile:
-        ddp.compile(mode=args.compile_mode)
+        model.compile(mode=args.compile_mode)  # DDP: not the wrapper, as in recipes/ddp
     return ddp
 
 

@@ -51,6 +51,9 @@ class DDPOptions(Options):
         super().check()
         if self.zero and is_user_code(self.optimizer):
             raise UserError(f"--zero is for sgd and adamw; drop it, or --optimizer {self.optimizer}")
+        if self.compile and self.bucket_cap_mb and self.bucket_cap_mb < 1:
+            why = "torch cuts a compiled model at buckets of at least 1 MB"
+            raise UserError(f"--bucket-cap-mb {self.bucket_cap_mb:g}: {why}; use 1 or more, or drop --compile")
         if self.grad_compression == "powersgd":
             # Each step's error is added to the next gradient: once the error is not finite, it stays so.
             why = "--grad-compression powersgd carries a gradient that is not finite to all later steps"
@@ -86,7 +89,9 @@ def wrap(model: nn.Module, args: DDPOptions, world: World, data: Data) -> Distri
 
         run_on_all_ranks(lambda: compress_gradients(ddp, args.grad_compression, args.powersgd_rank), world)
     if args.compile:
-        ddp.compile(mode=args.compile_mode)
+        # DDP: not ddp.compile(), which compiles nothing of an nn.Sequential. When DDP calls the model, torch cuts
+        # the graph at the buckets, so that their exchange still overlaps with backward.
+        model.compile(mode=args.compile_mode)
     return ddp
 
 
@@ -117,7 +122,7 @@ def prepare(args: DDPOptions, recipe: str, world: World, stop: Stop) -> tuple[Jo
             check_complete(ddp)
         return loss.detach()
 
-    # DDP: evaluation calls ddp() too: without gradients it exchanges nothing, and --compile has compiled it.
+    # DDP: evaluation calls ddp(), too, which exchanges nothing without gradients.
     return job, Technique(forward_backward, ddp, gather_state=gather)
 
 

@@ -17,7 +17,7 @@ from recipes.common.arguments import is_user_code
 from recipes.common.errors import UserError
 from recipes.common.models.blocks import blocks
 from recipes.common.optim import AMP_DTYPES
-from recipes.common.options import HOOKED, Options
+from recipes.common.options import HOOKED, MOST_GRAPHS, Options
 from recipes.common.parallel.buckets import check_frozen, frozen
 
 
@@ -50,11 +50,15 @@ def shard_blocks(model: nn.Module, args: Options, **settings: Any) -> FSDPModule
         taken.update(module.parameters())
     for norm in own_norms:
         fully_shard(norm, mp_policy=precision(replace(args, amp="none")), **settings)  # fp32 statistics need that
+    if args.compile:  # torch counts the graphs of all blocks of a class together
+        torch._dynamo.config.recompile_limit = MOST_GRAPHS * max(1, len(chosen))
     for block in chosen:
         if args.compile:
-            block.compile(mode=args.compile_mode)
+            # Not block.compile(), which includes FSDP's hooks. Torch does not trace them, and what then remains is
+            # traced only in a forward() outside of torch: nothing of an nn.Linear or nn.Sequential.
+            block.forward = torch.compile(block.forward, mode=args.compile_mode)
         block.register_forward_hook(copy_views)
-        watch_frozen(block, args, names)
+        watch_frozen(block, names)
         fully_shard(block, mp_policy=precision(args), **settings)
     model.register_forward_hook(copy_views)
     return fully_shard(model, mp_policy=precision(args), **settings)
@@ -114,14 +118,14 @@ def finish_gathers(model: nn.Module, device: torch.device, has_exchanged: bool) 
         torch.cuda.synchronize(device)
 
 
-def watch_frozen(module: nn.Module, args: Options, names: Mapping[nn.Parameter, str]) -> None:
+def watch_frozen(module: nn.Module, names: Mapping[nn.Parameter, str]) -> None:
     """Make a block raise as check_frozen() if it thaws its gathered weights, whose gradients FSDP would drop."""
     if found := [(name, names[parameter]) for name, parameter in frozen(module)]:
 
         def check(module: nn.Module, *_: Any) -> None:
             check_frozen([(path, module.get_parameter(name)) for name, path in found])
 
-        module.register_forward_hook(torch.compiler.disable(check) if args.compile else check)
+        module.register_forward_hook(check)
 
 
 @contextlib.contextmanager

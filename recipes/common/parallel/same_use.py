@@ -61,7 +61,7 @@ class SameUse:
         """The number of blocks of the current pass so far; None outside of a pass."""
         self.blocks: dict[Tensor, str] = {}
         """The block of each gathered parameter."""
-        # A block is compiled with its hooks.
+        # A block is compiled with the hooks of the modules in it.
         compare, note = map(torch.compiler.disable if args.compile else lambda f: f, (self.compare, self.note))
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule) and self.is_needed:
