@@ -95,6 +95,49 @@ def test_bad_files_are_one_line(folder, change, argv, said):
         load(folder, *argv).train.fingerprint()
 
 
+@pytest.mark.parametrize(
+    ("kind", "argv", "said"),
+    [
+        (np.int64, (), "val.bin has 8 bytes for each token, and 2 are read; write numpy.uint16, as docs/data.md"),
+        (np.int32, (), "val.bin has 4 bytes for each token, and 2 are read; write numpy.uint16, as docs/data.md"),
+        (np.int64, ("--vocab-size", "70000"), "val.bin has 8 bytes for each token, and 4 are read; write .*32"),
+    ],
+)
+def test_wider_tokens_are_refused(folder, kind, argv, said):
+    """numpy.array(ids).tofile() writes 8 bytes; the upper ones would be valid tokens, 0."""
+    right = np.uint32 if argv else np.uint16
+    tokens = [0, 0, 7, *range(60)]
+    write(folder / "train.bin", tokens, right)
+    write(folder / "val.bin", tokens, right)
+    load(folder, *argv)
+    write(folder / "val.bin", tokens, kind)
+    with pytest.raises(UserError, match=said):
+        load(folder, *argv)
+
+
+def test_the_half_of_a_file_is_no_part_of_another_word(folder):
+    for name in ("retrieval_train.bin", "pretrain_val.bin", "interval.bin", "webtext.train.000.bin"):
+        write(folder / name, range(100, 105))
+    data = load(folder)
+    files = [[path.path.rpartition("/")[2] for path in split.dataset.files] for split in (data.train, data.test)]
+    assert files[0] == ["retrieval_train.bin", "train.bin", "webtext.train.000.bin"]
+    assert files[1] == ["pretrain_val.bin", "val.bin"]
+    write(folder / "train_val.bin", range(9))
+    with pytest.raises(UserError, match=r"train_val.bin has both 'train' and 'val' in its name; rename it$"):
+        load(folder)
+
+
+def test_files_without_a_window_are_counted(folder, capsys, monkeypatch):
+    for count in (0, 3, 4):
+        write(folder / f"train_{count}.bin", range(count))
+    load(folder)
+    said = "note: 3 of 4 train files have at most --seq-len 4 tokens, and are left out\n"
+    assert capsys.readouterr().err == said
+    monkeypatch.setenv("RANK", "1")
+    load(folder)
+    assert not capsys.readouterr().err
+
+
 def test_a_header_that_counts_other_tokens_than_there_are_is_refused(folder):
     """As after a copy that broke off."""
     write(folder / "train.bin", range(9), magic=20240520)

@@ -12,8 +12,10 @@ Sources: https://github.com/karpathy/nanoGPT (data/openwebtext), https://github.
 
 from __future__ import annotations
 
+import os
 import re
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -29,12 +31,17 @@ from recipes.common.errors import UserError, as_user_error
 from recipes.common.folders import check_file
 from recipes.common.options import Options
 
-HALF = re.compile(r"(?!\.).*?(train|val).*\.bin")
-"""The name of a file of tokens, which is not hidden: the first of the two words says which half it belongs to."""
+HALF = re.compile(r"(?<![A-Za-z])(train|val)")
+"""In the name of a file of tokens: which half it belongs to. Not within a word: pretrain, interval."""
 
 HEADER_BYTES = 1024
 MARKS = {20240520: 2, 20240801: 4}
 """The first number of a header (GPT-2's and Llama 3's tokens): the bytes of each token. The third counts them."""
+
+PROBE_BYTES = 2**14
+"""The first bytes of a file, which show if its tokens are wider than expected."""
+MIN_PROBED = 8
+"""Fewer tokens show nothing."""
 
 FINGERPRINT_WINDOWS = 64
 """Up to this many windows of a half, evenly spaced, go into its digest."""
@@ -61,20 +68,36 @@ class TokenFile(NamedTuple):
 def inspect_file(path: Path, width: int) -> TokenFile:
     """Return where a file's tokens lie, each of `width` bytes unless a header says otherwise.
 
-    Raises UserError if it cannot be read, or has another size than its tokens.
+    Raises UserError if it cannot be read, has another size than its tokens, or wider ones.
     """
     with as_user_error("read", path):
         check_file(path)
         with open(path, "rb") as file:
-            start, size = file.read(12), file.seek(0, 2)
+            start, size = file.read(PROBE_BYTES), file.seek(0, 2)
     offset, count = 0, size // width
-    mark, _, marked_count = struct.unpack("<3i", start.ljust(12, b"\0"))
+    mark, _, marked_count = struct.unpack_from("<3i", start.ljust(12, b"\0"))
     if mark in MARKS:
         offset, count, width = HEADER_BYTES, marked_count, MARKS[mark]
+    elif found := find_width(start, width):
+        fix = f"write numpy.uint{8 * width}, as docs/data.md shows"
+        raise UserError(f"--data tokens: {path} has {found} bytes for each token, and {width} are read; {fix}")
     if size != offset + count * width:
         what = f"{path} has {size} bytes, which are not {count} tokens of {width} bytes each"
         raise UserError(f"--data tokens: {what}; copy it again, or give the --vocab-size that it was written for")
     return TokenFile(str(path), offset, count, width)
+
+
+def find_width(content: bytes, width: int) -> int:
+    """Return 4 or 8 if tokens of `width` bytes seem to have so many: all but their lowest `width` bytes are 0.
+
+    Otherwise, return 0. numpy.array(ids) has 8 bytes for each token.
+    """
+    values = np.frombuffer(content[: len(content) // 8 * 8], f"<u{width}")
+    for wide in (8, 4):
+        parts = values.reshape(-1, max(1, wide // width))
+        if wide > width and len(parts) >= MIN_PROBED and parts[:, 0].any() and not parts[:, 1:].any():
+            return wide
+    return 0
 
 
 class TokenWindows(Dataset[Sample]):
@@ -135,16 +158,29 @@ def load_tokens(args: Options, device: torch.device, on_fault: Callable[[UserErr
     def report(error: UserError) -> None:
         on_fault(UserError(f"{error}; fix this, then add --resume auto"))
 
+    halves: dict[str, list[Path]] = {"train": [], "val": []}
+    for path in paths:
+        if path.suffix == ".bin" and path.name[0] != ".":
+            if len(found := set(HALF.findall(path.name))) > 1:
+                raise UserError(f"--data tokens: {path} has both 'train' and 'val' in its name; rename it")
+            for half in found:
+                halves[half].append(path)
+
     def split(half: str) -> LoadedSplit:
-        named = [path for path in paths if (match := HALF.fullmatch(path.name)) and match[1] == half]
+        named = halves[half]
         if not named:
-            what = f"{args.data_dir} has no file of tokens with {half!r} in its name, such as {half}.bin"
+            like = f"such as {half}.bin or x_{half}_1.bin"
+            what = f"{args.data_dir} has no file of tokens with {half!r} in its name, {like}"
             raise UserError(f"--data tokens: {what}; docs/data.md says how to write it")
         windows = TokenWindows([inspect_file(path, width) for path in named], args.seq_len, args.vocab_size)
         if not len(windows):
             longest = max(file.num_tokens for file in windows.files)
             what = f"the {half} files in {args.data_dir} have at most {longest} tokens, too few for a window"
             raise UserError(f"--data tokens: {what} of --seq-len {args.seq_len} and the token after it")
+        short = sum(file.num_tokens <= args.seq_len for file in windows.files)
+        if short and os.environ.get("RANK", "0") == "0":
+            what = f"{short} of {len(named)} {half} files have at most --seq-len {args.seq_len} tokens"
+            print(f"note: {what}, and are left out", file=sys.stderr)
         return LoadedSplit(windows, args, device, report)
 
     tokens = Spec((args.seq_len,), torch.int64)
