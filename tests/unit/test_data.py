@@ -264,6 +264,7 @@ class TestImageFolder:
             (["train/a/x.txt"], "a has no images"),
             (["train/a/x.jpg"], "cannot read .*val"),
             (["train/a/x.jpg", "val/b/x.jpg"], "val has the class 'b', which train does not have"),
+            (["train/all/a/x.jpg", "train/all/b/x.jpg", "val/all/a/x.jpg"], "/train has the one class 'all'; are"),
         ],
     )
     def test_what_is_missing_is_named(self, tmp_path, files, words):
@@ -306,13 +307,27 @@ class TestImageFolder:
         expected = [(1 - 0.485) / 0.229, -0.456 / 0.224, -0.406 / 0.225]
         assert images.mean(dim=(0, 2, 3)).tolist() == pytest.approx(expected, rel=1e-5)
 
+    @pytest.mark.parametrize("name", ["train/b", "train/a/deep", "train/a/v1.0", "val/b"])
+    def test_a_link_to_nothing_is_no_class_left_out(self, tmp_path, name):
+        """The labels of all classes after it would be others."""
+        write_files(tmp_path, "train/a/0.jpg", "train/a/note.txt", "train/c/0.jpg", "val/a/0.jpg")
+        (tmp_path / name).symlink_to("/mnt/away")
+        said = rf"cannot read {tmp_path / name} \(No such file .*\); it is a link to /mnt/away: restore that, or"
+        with pytest.raises(UserError, match=said):
+            self.load(tmp_path)
+        (tmp_path / name).rename(tmp_path / "train" / ".hidden")
+        (tmp_path / "train/a/link.txt").symlink_to("note.txt")
+        (tmp_path / "train/a/1.jpg").symlink_to("/mnt/away/1.jpg")  # it is named when it is read
+        assert len(self.load(tmp_path).train) == 3
+
     def test_images_are_those_of_torchvision(self):
         assert sorted(imagefolder.EXTENSIONS) == sorted(datasets.folder.IMG_EXTENSIONS)
 
     def test_hidden_files_are_left_out_links_followed_and_any_name_taken(self, tmp_path):
         """Tools leave copies of images: Jupyter in .ipynb_checkpoints, macOS as ._photo.jpg."""
         odd = os.fsdecode(b"caf\xe9 au lait")  # Latin-1, as from an old archive
-        hidden = ("train/.cache/x.jpg", "train/a/.ipynb_checkpoints/x.jpg", "train/a/._0.jpg")
+        hidden = ["train/.cache/x.jpg", "train/a/.ipynb_checkpoints/x.jpg", "train/a/._0.jpg"]
+        hidden += ["train/@eaDir/x.jpg", "train/a/@eaDir/x.jpg"]
         write_files(tmp_path, "train/a/0.jpg", f"train/{odd}/0.jpg", "val/a/0.jpg", "more/9.jpg", *hidden)
         (tmp_path / "train/a/more").symlink_to(tmp_path / "more")
         data = self.load(tmp_path)

@@ -217,12 +217,16 @@ class Listing:
 def find_images(folder: Path) -> Listing:
     """Find all images below a folder.
 
-    Raises UserError if a folder cannot be read, has no classes or images, or val has a class that train has not.
+    Raises UserError if a folder cannot be read or has no classes or images, val has a class that train has not, or
+    train has one folder, of folders alone, which may be the classes.
     """
     state = _folder_digest(folder)
     train, test = _scan(folder, "train"), _scan(folder, "val")
     if unknown := sorted(test.keys() - train.keys()):
         raise UserError(f"{folder / 'val'} has the class {unknown[0]!r}, which train does not have; remove it")
+    name, *others = train
+    if not others and all(path.count(os.sep) > 2 for path in train[name]):
+        raise UserError(f"{folder / 'train'} has the one class {name!r}; are the classes in it? Then move them up")
     labels = {name: label for label, name in enumerate(train)}
 
     def numbered(classes: dict[str, list[str]]) -> list[tuple[str, int]]:
@@ -301,6 +305,19 @@ def _folder_digest(folder: Path) -> str:
     return state.hexdigest()
 
 
+def is_left_out(name: str) -> bool:
+    """Return whether a file or folder is hidden, or has Synology's thumbnails."""
+    return name[0] == "." or name == "@eaDir"
+
+
+def check_links(folder: str | Path) -> None:
+    """Raise OSError if a link in a folder leads to nothing; an image that is one is reported when it is read."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_symlink() and not is_left_out(entry.name) and not entry.name.lower().endswith(EXTENSIONS):
+                entry.stat()
+
+
 def is_link_cycle(path: Path) -> bool:
     """Return whether a link leads to a folder that contains it: a walk through it would not end."""
     if not path.is_symlink():
@@ -313,16 +330,19 @@ def _scan(folder: Path, half: str) -> dict[str, list[str]]:
     """Return the classes of half/CLASS and the paths of their images below the folder, both sorted.
 
     Hidden files and folders are left out, such as .ipynb_checkpoints, macOS's ._photo.jpg and .Trash, and so are
-    links that lead back.
+    Synology's thumbnails and links that lead back. A link to nothing may be a class or a folder, and is refused.
     """
     root, layout = folder / half, "imagefolder expects DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg"
 
     def refuse(error: OSError) -> NoReturn:  # os.walk() would pass over it as if it were empty
         fix = layout if error.filename == str(root) else "make it readable for this user, or remove it"
+        if (path := Path(error.filename)).is_symlink():
+            fix = f"it is a link to {path.readlink()}: restore that, or remove the link"
         raise UserError(f"--data-dir: cannot read {error.filename} ({error.strerror}); {fix}")
 
     try:
-        entries = [entry for entry in os.scandir(root) if entry.is_dir() and entry.name[0] != "."]
+        check_links(root)
+        entries = [entry for entry in os.scandir(root) if entry.is_dir() and not is_left_out(entry.name)]
         names = sorted(entry.name for entry in entries if not is_link_cycle(Path(entry.path)))
     except OSError as error:
         refuse(error)
@@ -331,8 +351,13 @@ def _scan(folder: Path, half: str) -> dict[str, list[str]]:
     classes: dict[str, list[str]] = {name: [] for name in names}
     for name, paths in classes.items():
         for place, folders, files in os.walk(root / name, onerror=refuse, followlinks=True):
-            folders[:] = [f for f in folders if f[0] != "." and not is_link_cycle(Path(place, f))]
-            images = [file for file in files if file.lower().endswith(EXTENSIONS) and file[0] != "."]
+            folders[:] = [f for f in folders if not is_left_out(f) and not is_link_cycle(Path(place, f))]
+            images = [file for file in files if file.lower().endswith(EXTENSIONS) and not is_left_out(file)]
+            if len(images) < len(files):
+                try:
+                    check_links(place)
+                except OSError as error:
+                    refuse(error)
             paths += [os.path.relpath(os.path.join(place, file), folder) for file in images]
         if not paths:
             raise UserError(f"--data-dir: {root / name} has no images ({', '.join(EXTENSIONS)}); remove it")
