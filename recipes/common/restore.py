@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -87,6 +88,8 @@ def fit_weights(job: Job, content: dict[str, Any] | None) -> dict[str, Any] | No
         if names:
             more = f" and {len(names) - 4} more" if len(names) > 4 else ""
             text += f"; {what}: {', '.join(names[:4])}{more}"
+    if changed := class_change(content.get("classes"), job.data.fingerprints.get("classes")):
+        text += f"\nwarning: {path} was trained on other classes: {changed}"
     return {"model": model.state_dict(), "optimizer": {"state": {}}, "taken": text}
 
 
@@ -145,9 +148,22 @@ def position_of(content: dict[str, Any], steps_per_epoch: int, total_steps: int)
     return position
 
 
-def data_change_warning(before: dict[str, str], now: dict[str, str]) -> str:
+def class_change(before: Sequence[str] | None, now: Sequence[str] | None) -> str:
+    """Return the first of as many classes whose name has changed, else ""; old versions did not record names.
+
+    Of another number of classes, the head has another shape.
+    """
+    pairs = zip(before or (), now or (), strict=True) if len(before or ()) == len(now or ()) else ()
+    changed = ((number, old, new) for number, (old, new) in enumerate(pairs) if new != old)
+    number, old, new = next(changed, (0, "", ""))
+    return f"class {number} is {new!r} (was {old!r})" if new else ""
+
+
+def data_change_warning(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Return a warning if the data differ from the checkpoint's, else ""; old versions did not record the data."""
-    changed = [f"{half} is {now[half]} (was {old})" for half, old in before.items() if now.get(half, old) != old]
+    halves = {half: old for half, old in before.items() if half != "classes"}
+    changed = [f"{half} is {now[half]} (was {old})" for half, old in halves.items() if now.get(half, old) != old]
+    changed += filter(None, [class_change(before.get("classes"), now.get("classes"))])
     if not changed:
         return ""
     what = f"the data have changed since the checkpoint was written: {', '.join(changed)}"

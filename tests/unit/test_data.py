@@ -307,6 +307,15 @@ class TestImageFolder:
         expected = [(1 - 0.485) / 0.229, -0.456 / 0.224, -0.406 / 0.225]
         assert images.mean(dim=(0, 2, 3)).tolist() == pytest.approx(expected, rel=1e-5)
 
+    def test_classes_have_their_names(self, tmp_path):
+        """Another rank gets the list from rank 0."""
+        odd = os.fsdecode(b"caf\xe9")
+        write_files(tmp_path, *(f"train/{name}/x.jpg" for name in ("2", "10", "1", odd)), "val/2/x.jpg")
+        assert self.load(tmp_path).classes == ["1", "10", "2", odd]
+        found = imagefolder.find_images(tmp_path).to_bytes()
+        words = ["--data", "imagefolder", "--data-dir", str(tmp_path), "--workers", "0"]
+        assert load_data(options(words), CPU, print, found).classes == ["1", "10", "2", odd]
+
     @pytest.mark.parametrize("name", ["train/b", "train/a/deep", "train/a/v1.0", "val/b"])
     def test_a_link_to_nothing_is_no_class_left_out(self, tmp_path, name):
         """The labels of all classes after it would be others."""

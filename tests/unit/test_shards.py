@@ -240,6 +240,21 @@ def test_blocks_of_shards_in_the_folders_order_are_refused(copy):
         load("shards", copy, print, "--shuffle-block", "4")
 
 
+def test_shards_have_the_names_of_the_classes(copy):
+    """Those that were packed before have none."""
+    assert load("shards", copy).classes == ["class0", "class1", "class2"]
+    with np.load(copy / INDEX) as index:
+        arrays = dict(index)
+    about = json.loads(str(arrays.pop("about")))
+    for names in (["a", "b"], ["a", "b", 3], 3):
+        write_index(copy, {**about, "classes": names}, arrays)
+        with pytest.raises(UserError, match=r"index.npz is damaged"):
+            load("shards", copy)
+    del about["classes"]
+    write_index(copy, about, arrays)
+    assert load("shards", copy).classes == ()
+
+
 def test_a_folder_that_is_not_whole_is_refused(copy):
     for size in (512, 2**20):
         os.truncate(copy / "train-000001.tar", size)

@@ -11,11 +11,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 from torchvision.models import resnet18
 from torchvision.models.vision_transformer import MLPBlock
 
+from recipes.common.data.shards import pack
 from recipes.common.errors import UserError
 from scripts.dev import export
 from tests.support import contents, is_equal, metrics, newest_checkpoint, train, weights
@@ -289,6 +291,46 @@ def test_a_passing_fault_says_nothing_of_the_file(single, tmp_path, monkeypatch)
     monkeypatch.setattr(torch, "load", Mock(side_effect=fault))
     with pytest.raises(UserError, match=rf"^cannot read {path}: Stale file handle$"):
         single("a", "--weights", str(path))
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Return folders of images, by their classes."""
+
+    def write(*names):
+        folder = tmp_path / "-".join(names)
+        for number, name in enumerate(names):
+            for half, count in (("train", 4), ("val", 1)):
+                (folder / half / name).mkdir(parents=True)
+                for i in range(count):
+                    Image.new("RGB", (40, 40), (99 * number, 9 * i, 0)).save(folder / half / name / f"{i}.png")
+        return folder
+
+    return write
+
+
+def test_other_classes_than_those_of_the_weights_are_warned_of(folders, single, tmp_path):
+    """They have the same numbers, so that an evaluation compares roses with tulips."""
+    argv = ("--data", "imagefolder", "--image-size", "32", "--workers", "0", "--global-batch-size", "4")
+    single("a", *argv, "--data-dir", str(folders("daisy", "rose")), "--max-steps", "2")
+    assert newest_checkpoint(tmp_path / "a")["data"]["classes"] == ["daisy", "rose"]
+    packed = tmp_path / "shards"
+    list(pack(folders("daisy", "tulip"), packed, 10_000))
+    shards = ("--data", "shards", *argv[2:])
+    said = {}
+    for name, words in {
+        "same": (*argv, "--data-dir", str(tmp_path / "daisy-rose")),
+        "other": (*argv, "--data-dir", str(tmp_path / "daisy-tulip")),
+        "packed": (*shards, "--data-dir", str(packed)),
+        "more": (*argv, "--data-dir", str(folders("aster", "daisy", "rose"))),  # its head is another one
+    }.items():
+        lines = single(name, *words, "--weights", str(tmp_path / "a"), "--evaluate")
+        said[name] = [line.partition("checkpoints/")[2] for line in lines if line.startswith("warning")]
+    other = ["best.pt was trained on other classes: class 1 is 'tulip' (was 'rose')"]
+    assert said == {"same": [], "other": other, "packed": other, "more": []}
+    lines = single("a", *argv, "--data-dir", str(tmp_path / "daisy-tulip"), "--max-steps", "4", "--resume", "auto")
+    (warning,) = (line for line in lines if line.startswith("warning: the data have changed"))
+    assert ", class 1 is 'tulip' (was 'rose'); samples have another order now" in warning
 
 
 def test_a_run_is_not_overwritten_from_its_own_weights(given, single):

@@ -200,7 +200,8 @@ class Listing:
     train: list[tuple[str, int]]
     """Path below the folder, with slashes, and label of each image."""
     test: list[tuple[str, int]]
-    num_classes: int
+    classes: list[str]
+    """Names, in the order of their numbers."""
     state: str
     """Digest of the inodes and times of the class folders: a rank that sees the same ones need not walk again."""
 
@@ -232,7 +233,7 @@ def find_images(folder: Path) -> Listing:
     def numbered(classes: dict[str, list[str]]) -> list[tuple[str, int]]:
         return [(path, labels[name]) for name, paths in classes.items() for path in paths]
 
-    return Listing(numbered(train), numbered(test), len(train), state)
+    return Listing(numbered(train), numbered(test), [*train], state)
 
 
 def check_listing(listing: Listing, folder: Path) -> None:
@@ -265,7 +266,8 @@ def load_imagefolder(
         ImageFolder(samples, args.image_size, args.seed, is_train, args.data_dir)
         for samples, is_train in ((listing.train, True), (listing.test, False))
     ]
-    return data_of(halves, listing.num_classes, args, device, on_bad_image)
+    data = data_of(halves, len(listing.classes), args, device, on_bad_image)
+    return replace(data, classes=listing.classes)
 
 
 def data_of(

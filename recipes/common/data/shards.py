@@ -21,6 +21,7 @@ import tarfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,9 @@ def parse_index(content: bytes, place: str) -> tuple[dict[str, Any], dict[str, d
                 raise ValueError(f"an image of {half} is where there can be none")
         if num_classes > len(halves["train"]["label"]):
             raise ValueError("there are more classes than images")
+        names = about.get("classes")  # older indices have none
+        if names is not None and (len(names) != num_classes or not all(isinstance(name, str) for name in names)):
+            raise ValueError("it does not have a name for each class")
     except Exception as error:  # numpy, zipfile, its decompressors and json raise many kinds
         reason = printable(str(error) or type(error).__name__)
         raise UserError(f"--data shards: {place} is damaged ({reason}); pack the images again") from None
@@ -293,7 +297,8 @@ def load_shards(
     else:
         check_sizes(folder, shards, ((args.data_dir / name).stat().st_size for name in shards))
     train, test = (make(list(shards), halves[half], args, half == "train") for half in HALVES)
-    return data_of((train, test), about["num_classes"], args, device, on_bad_image)
+    data = data_of((train, test), about["num_classes"], args, device, on_bad_image)
+    return replace(data, classes=about.get("classes", ()))
 
 
 def pack(source: Path, folder: Path, shard_bytes: int) -> Iterator[tuple[str, int]]:
@@ -334,7 +339,8 @@ def pack(source: Path, folder: Path, shard_bytes: int) -> Iterator[tuple[str, in
             yield name, len(rows) - first
         for number, (name, kind) in enumerate(FIELDS.items()):
             arrays[f"{half}_{name}"] = np.array([rows[index][number] for index in range(len(samples))], kind)
-    about = {"num_classes": listing.num_classes, "shards": shards, "is_shuffled": True}
+    classes = listing.classes
+    about = {"num_classes": len(classes), "classes": classes, "shards": shards, "is_shuffled": True}
     write_index(folder, about, arrays)
 
 

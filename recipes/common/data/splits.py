@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from isal import isal_zlib
@@ -97,8 +97,13 @@ class Data:
     kind: str = "class"
     """The kind of targets: class, tokens, bytes (tokens with 256 different values) or values."""
     task: Task = field(default_factory=Task)
-    fingerprints: dict[str, str] = field(default_factory=dict)
-    """A string that identifies each half: all ranks have the same ones, and all launches of a run should."""
+    classes: Sequence[str] = ()
+    """The classes' names, in the order of their numbers, if they have any."""
+    fingerprints: dict[str, Any] = field(default_factory=dict)
+    """A string that identifies each half: all ranks have the same ones, and all launches of a run should.
+
+    Also `classes`, if they have names.
+    """
     may_skip: bool = False
     """Whether targets may be SKIPPED."""
 

@@ -53,7 +53,7 @@ def open_run(
 
     Call it on rank 0 only, with the place of every rank. `--resume auto` continues the run's own record;
     `--start-from` begins a new run from another run's checkpoint, which stays unchanged; of the content for
-    `--weights`, there is only the `model`, as it was saved. An existing record is not changed before
+    `--weights`, only the `model`, as it was saved, and its `classes`. An existing record is not changed before
     Record.begin(). All tensors of a sharded checkpoint are read, unless there is a `check`: it checks the files,
     and each rank reads its own part.
 

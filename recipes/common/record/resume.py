@@ -149,6 +149,8 @@ def _published_in(path: Path) -> Path:
 def read_weights(path: Path, check: ShardCheck | None) -> tuple[Path, Content]:
     """Return the file of the weights at a path, and as `model` of the content its state dict, on the CPU.
 
+    Of a checkpoint, `classes` are the names of those that it was trained on, or None.
+
     The path is of a state dict, alone or in a dict as `model` or `state_dict`; of safetensors, their index, or the
     folder that Hugging Face's save_pretrained() writes; of a checkpoint; or of a run, of which the best checkpoint
     is read, else the newest good one. `check`: as for read_checkpoint().
@@ -184,7 +186,8 @@ def read_weights(path: Path, check: ShardCheck | None) -> tuple[Path, Content]:
         raise UserError(f"--weights {path}: {what}; {fix}") from None
     if isinstance(content, dict) and content.get("format") == FORMAT:
         path, content = read_path(path, "--weights", check)  # it checks every byte
-        return path, {"model": read_whole({name: content.get(name) for name in ("model", "shards")})["model"]}
+        model = read_whole({name: content.get(name) for name in ("model", "shards")})["model"]
+        return path, {"model": model, "classes": content.get("data", {}).get("classes")}
     for name in ("model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(name), dict):
             content = content[name]

@@ -139,7 +139,8 @@ def load_same_data(args: Options, recipe: str, peers: Peers, on_bad_image: Calla
     halves = {"the training set": data.train, "the test set": data.test}
     facts = run_on_all_ranks(lambda: {name: half.fingerprint() for name, half in halves.items()}, peers)
     check_same_facts(facts, peers)
-    return replace(data, fingerprints=facts)
+    names = {"classes": list(data.classes)} if data.classes else {}  # the digests are of the labels, too
+    return replace(data, fingerprints={**facts, **names})
 
 
 def training_facts(args: Options, recipe: str) -> dict[str, str]:
