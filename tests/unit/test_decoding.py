@@ -154,7 +154,22 @@ def test_a_cut_file_is_a_fault_wherever_the_crop_is(kind, share):
         decode(content[: int(len(content) * share)], lambda *_: Box(0, 0, 4, 4))
 
 
-@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+@pytest.mark.usefixtures("decoder")
+@pytest.mark.parametrize("share", [0.01, 0.2, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("kind", ["4:2:0", "progressive", "grey", "with a thumbnail"])
+def test_a_jpeg_whose_end_is_zeros_is_a_fault(kind, share):
+    """Its size is right, as after an interrupted copy. To decoders, zeros are pixels."""
+    exif = Image.Exif()
+    exif[0x927C] = KINDS["4:2:0"]()  # has an end marker
+    content = encoded(picture(), exif=exif) if kind.startswith("with") else KINDS[kind]()
+    end = max(16, int(len(content) * (1 - share)))
+    with pytest.raises(BAD_IMAGE):
+        decode(content[:-end] + bytes(end), lambda *_: Box(0, 0, 4, 4))
+    assert decode(content + bytes(end), whole_box).shape == (HEIGHT, WIDTH, 3)
+    assert decode(content + b"more" + bytes(end), whole_box).shape == (HEIGHT, WIDTH, 3)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
 def test_grey_of_16_bits_keeps_its_upper_8(kind):
     """Pillow's own conversion turns all values above 255, and so nearly every 16-bit image, white."""
     values = np.linspace(0, 65535, 20, dtype=np.uint16).reshape(4, 5)
@@ -170,6 +185,19 @@ def test_values_of_32_bits_are_those_of_8_or_a_fault(kind):
     assert np.array_equal(pixels[..., 0].numpy(), values.astype(np.uint8))
     with pytest.raises(ValueError, match=r"its values of 32 bits are 0.* to 510.*, not 0 to 255"):
         decode(encoded(Image.fromarray(values * 2), format="TIFF"), whole_box)
+
+
+@pytest.mark.parametrize("kind", ["TIFF", "PPM"])
+def test_fractions_are_a_fault_and_no_black_image(kind):
+    values = np.linspace(0, 1, 20, dtype=np.float32).reshape(4, 5)
+    with pytest.raises(ValueError, match=r"its values of 32 bits are 0.0 to 1.0, not 0 to 255"):
+        decode(encoded(Image.fromarray(values), format=kind), whole_box)
+    assert not decode(encoded(Image.fromarray(0 * values), format=kind), whole_box).any()
+
+
+def test_grey_of_other_than_8_bits_in_pgm_keeps_its_share_of_white():
+    pixels = decode(b"P5 3 1 1023\n" + struct.pack(">3H", 0, 512, 1023), whole_box)
+    assert pixels[0, :, 0].tolist() == [0, 128, 255]
 
 
 @pytest.mark.usefixtures("decoder")

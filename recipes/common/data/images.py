@@ -33,7 +33,7 @@ class Box(NamedTuple):
     height: int
 
 
-JPEG_BEGIN, JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
+JPEG_BEGIN, JPEG_SCAN, JPEG_END = b"\xff\xd8\xff", b"\xff\xda", b"\xff\xd9"
 
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "WEBP", "TIFF", "JPEG2000", "AVIF")
 """The formats that Pillow may read, whatever a file's name: of EPS, it would let Ghostscript run the file."""
@@ -60,6 +60,8 @@ def decode(content: bytes, choose: Callable[[int, int], Box]) -> Tensor:
         decoded = decoder.decode(found[0], params=params)
         if decoded is not None:
             return torch.from_numpy(np.asarray(decoded))
+    if ends_in_zeros(content):
+        raise ValueError("its end is zeros, as after an interrupted copy")
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             rgb = _to_8_bits(image).convert("RGB")
@@ -74,16 +76,25 @@ def decode(content: bytes, choose: Callable[[int, int], Box]) -> Tensor:
     return torch.from_numpy(np.array(part))
 
 
+def ends_in_zeros(content: bytes) -> bool:
+    """Return whether a JPEG has zeros in place of its end: decoders take them for pixels."""
+    if not content.startswith(JPEG_BEGIN) or any(content[-16:]):
+        return False
+    # Zeros may also follow a whole image. An end before the last scan is that of a thumbnail.
+    return content.rfind(JPEG_END) < content.rfind(JPEG_SCAN)
+
+
 def _to_8_bits(image: Image.Image) -> Image.Image:
     """Return the upper 8 bits of a 16-bit grey image: Pillow would make all above 255 white. Others are unchanged.
 
-    Raises ValueError for 32-bit values outside of 0 to 255: nothing says which value is white.
+    Raises ValueError for 32-bit values outside of 0 to 255, or fractions from 0 to 1: nothing says which is white.
     """
-    if image.mode.startswith("I;16"):
+    # Pillow scales PGM files of more than 8 bits to 16.
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
         low, high = np.asarray(image).min(), np.asarray(image).max()
-        if not 0 <= low <= high <= 255:
+        if not 0 <= low <= high <= 255 or (image.mode == "F" and 0 < high <= 1):
             raise ValueError(f"its values of 32 bits are {low} to {high}, not 0 to 255")
     return image
 
