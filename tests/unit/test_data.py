@@ -385,6 +385,7 @@ class TestImageFolder:
         words = ("--data", "imagefolder", "--data-dir", str(tmp_path), "--workers", "0", "--image-size", "8")
         split = load(*words, "--skip-bad-images").train
         list(split.batches([torch.arange(12)], 0))
+        list(split.unreported().batches([torch.arange(12)], 0))
         assert (split.skipped, capsys.readouterr().err.count("warning: skipped ")) == (12, 10)
 
     @pytest.mark.parametrize("data", ["synthetic", "imagefolder"])

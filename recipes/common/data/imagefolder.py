@@ -71,7 +71,7 @@ class Images(Dataset[Sample], ABC):
 
     @abstractmethod
     def read(self, index: int) -> bytes:
-        """Return an image's file; raises OSError if it cannot be read, ValueError if it is damaged."""
+        """Return an image's file; raises OSError if it cannot be read as it was stored."""
 
     @abstractmethod
     def fingerprint(self) -> str:

@@ -12,6 +12,7 @@ and a cache (cache.py) may keep it.
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import json
@@ -92,16 +93,11 @@ class ShardedImages(Images):
         return len(content) == self._value("size", index) and isal_zlib.crc32(content) == self._value("crc", index)
 
     def read(self, index: int) -> bytes:
-        """Return an image's file.
-
-        Raises:
-            OSError: the shard cannot be read.
-            ValueError: the bytes are not those that were packed.
-        """
+        """Return an image's file; raises OSError if the shard cannot be read, or has other bytes."""
         path = f"{self.folder}/{self._shard(index)}"
         content = self.files.read(path, self._value("offset", index), self._value("size", index))
         if not self.is_packed(index, content):
-            raise ValueError("its checksum is not that of the image that was packed")
+            raise OSError(errno.EIO, "its checksum is not that of the image that was packed: copy the shard again")
         return content
 
     def storage_order(self) -> torch.Tensor:
