@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from recipes.common import user_code
-from recipes.common.data import load_data
+from recipes.common.data import load_data, workers
 from recipes.common.errors import UserError
 from recipes.common.models.models import build_model
 from recipes.common.models.user_model import check_fit, check_input, check_on, check_sparse, exact_output
@@ -89,6 +89,29 @@ class Graph(Noisy):
 def conjugate():
     x = torch.view_as_complex(X.clone()).conj().unsqueeze(1)
     return {**noisy(), "train": [(x[i], i % 3) for i in range(12)], "test": (x, torch.arange(12) % 3)}
+
+class OwnGenerator(Noisy):
+    def __init__(self):
+        self.generator = np.random.default_rng(0)
+    def __getitem__(self, index):
+        return X[index] + self.generator.random(), index % 3
+
+class InPlaceEachTime(Noisy):
+    def __init__(self):
+        self.x = X.clone()
+    def __getitem__(self, index):
+        return self.x[index].mul_(2), index % 3
+
+class Lazy(Noisy):
+    file = None
+    def __getitem__(self, index):
+        if self.file is None:
+            self.file = open("mine.py")
+        return X[index], index % 3
+
+class LazyApart(Lazy):
+    def __getstate__(self):
+        return {**vars(self), "file": None}
 
 class NoLength(Noisy):
     def __len__(self):
@@ -401,6 +424,11 @@ words = lambda: {"train": [("a", 1)], "test": [("b", 0)], "target": "class", "nu
 not_finite = lambda: {**lists(), "train": (X * float("nan"), X[:, 0])}
 holds_lambda = lambda: {**noisy(), "test": Holds(lambda x: x)}
 holds_file = lambda: {**noisy(), "train": Holds(open("mine.py"))}
+holds_opened = lambda: {**noisy(), "train": Lazy()}
+holds_arrays = lambda: {**noisy(), "train": Holds({"a": X.numpy(), "b": X.numpy(), "c": X})}
+lazy_apart = lambda: {**noisy(), "train": LazyApart()}
+own_generator = lambda: {**noisy(), "train": OwnGenerator()}
+in_place_each_time = lambda: {**noisy(), "train": InPlaceEachTime()}
 holds_lock = lambda: {**noisy(), "train": Holds(multiprocessing.get_context("forkserver").Lock())}
 ascii = lambda: {**token_9(), "target": "bytes", "num_classes": 128}
 noisy = lambda: {"train": Noisy(), "test": Noisy(), "target": "class", "num_classes": 3}
@@ -513,13 +541,49 @@ def test_a_worker_reads_what_the_rank_would_read():
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("lambda", r"'test': worker processes cannot get it: .*lambda.*"), ("file", "'train': .*TextIOWrapper.*")],
+    [
+        ("lambda", r"'test': worker processes cannot get it: .*lambda.*"),
+        ("file", "'train': .*TextIOWrapper.*"),
+        ("opened", "'train': .*TextIOWrapper.*"),
+    ],
 )
 def test_what_workers_cannot_get_is_one_line_before_the_training(name, reason):
     argv = ["--data", f"mine:holds_{name}", "--model", "mine:net", "--workers"]
-    with pytest.raises(UserError, match=rf"^--data mine:holds_{name}: {reason}; define .*, or add --workers 0$"):
+    with pytest.raises(
+        UserError, match=rf"^--data mine:holds_{name}: {reason}; define .*, drop open .*, or add --workers 0$"
+    ):
         load_data(options([*argv, "1"]), CPU, print)
     load_data(options([*argv, "0"]), CPU, print)
+
+
+def test_a_file_that_a_sample_opens_stays_out_of_the_workers_copy():
+    args = options(["--data", "mine:lazy_apart", "--model", "mine:net", "--workers", "1"])
+    ((_, labels),) = load_data(args, CPU, print).train.batches([torch.tensor([3, 8])], 1)
+    assert labels.tolist() == [0, 2]
+
+
+def test_large_arrays_that_are_copied_to_workers_are_warned_of(monkeypatch, capsys):
+    monkeypatch.setattr(workers, "MAX_COPIED_BYTES", 24 * 4)
+    argv = ["--data", "mine:holds_arrays", "--model", "mine:net", "--workers"]
+    load_data(options([*argv, "1"]), CPU, print)
+    said = "--data mine:holds_arrays: 'train': 0.0 GB of NumPy arrays are copied to each worker: use a torch"
+    assert capsys.readouterr().err.startswith(f"warning: {said}")
+    for rank, count in (("1", "1"), ("0", "0")):
+        monkeypatch.setenv("RANK", rank)
+        load_data(options([*argv, count]), CPU, print)
+    monkeypatch.setattr(workers, "MAX_COPIED_BYTES", 2 * 24 * 4)  # the two arrays, and no tensor
+    load_data(options([*argv, "1"]), CPU, print)
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["own_generator", "in_place_each_time"])
+def test_samples_that_differ_when_they_are_read_again_are_refused(name):
+    """They would depend on the number of workers and of ranks."""
+    data, _ = load("--data", f"mine:{name}", "--model", "mine:net")
+    said = rf"^--data mine:{name}: 'train'\[i\] returns something else when it is called again: it draws"
+    with pytest.raises(UserError, match=said):
+        data.train.fingerprint()
+    assert data.test.fingerprint() == data.test.fingerprint()
 
 
 def test_a_lock_goes_to_a_worker_alone():

@@ -85,10 +85,17 @@ class SeededSamples(Dataset[Any]):
     def fingerprint(self) -> str:
         """Return a string that identifies these samples: their number and a digest of a few.
 
-        Raises UserError if one of them cannot be read.
+        Raises UserError if one of them cannot be read, or differs when it is read again.
         """
-        values = [value for sample in read_evenly(self, FINGERPRINT_SAMPLES) for value in sample[:2]]
-        return f"{len(self)} samples with digest {digest(*values):08x}"
+        found, again = (
+            digest(*(value for sample in read_evenly(self, FINGERPRINT_SAMPLES) for value in sample[:2]))
+            for _ in range(2)
+        )
+        if again != found:
+            what = f"{self.what}[i] returns something else when it is called again"
+            fix = "use torch.rand, random.* or numpy.random.* functions, which are seeded for each sample"
+            raise UserError(f"{what}: it draws from a generator of its own, or changes its data; {fix}")
+        return f"{len(self)} samples with digest {found:08x}"
 
 
 def load_user_data(args: Options, device: torch.device, on_fault: Callable[[UserError], None]) -> Data:

@@ -45,6 +45,10 @@ MAX_WARNINGS = 10
 """Most warnings about skipped images; all of them are counted."""
 
 
+MAX_COPIED_BYTES = 2**30
+"""Most bytes of NumPy arrays that each worker gets a copy of without a warning."""
+
+
 class WorkerError(UserError):
     """A worker process of this rank died or hangs; the next launch may succeed."""
 
@@ -154,21 +158,33 @@ class _Unwritten(ForkingPickler):
 
     def __init__(self) -> None:
         super().__init__(types.SimpleNamespace(write=len))
+        self.array_bytes = 0
+        """Bytes of NumPy arrays; a numpy.memmap is one, and pickled whole."""
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            self.array_bytes += value.nbytes
         return (int, ()) if isinstance(value, Tensor | np.ndarray) else NotImplemented
 
 
 def check_sendable(dataset: Any, what: str) -> None:
-    """Raise UserError if worker processes cannot get this data set, which is called `what` in the message."""
+    """Raise UserError if worker processes cannot get this data set, which is called `what` in the message.
+
+    Print a warning on rank 0 if it has large arrays.
+    """
+    pickler = _Unwritten()
     try:
-        _Unwritten().dump(dataset)
+        pickler.dump(dataset)
     except RuntimeError:
         pass  # a lock or queue can be pickled only for a process that is being started
     except Exception as error:
-        fix = "define its functions and classes at module level, open files in [i], or add --workers 0"
+        fix = "define its functions and classes at module level, drop open files in __getstate__"
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{what}: worker processes cannot get it: {reason}; {fix}") from None
+        raise UserError(f"{what}: worker processes cannot get it: {reason}; {fix}, or add --workers 0") from None
+    if pickler.array_bytes > MAX_COPIED_BYTES and os.environ.get("RANK", "0") == "0":
+        size = f"{pickler.array_bytes / 2**30:.1f} GB"
+        fix = "use a torch tensor, which is shared, or drop it in __getstate__"
+        print(f"warning: {what}: {size} of NumPy arrays are copied to each worker: {fix}", file=sys.stderr)
 
 
 class Sample(NamedTuple):
