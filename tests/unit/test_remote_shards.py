@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import struct
+import subprocess
 import sys
 import time
 import zipfile
@@ -548,6 +549,8 @@ def test_a_cache_that_others_can_write_is_refused(shards, tmp_path, monkeypatch)
     [
         ("shards --data-dir https://me:secret@host/x", "a URL with a password, a query or a fragment"),
         ("shards --data-dir https://host/x?token=secret", "would be recorded; give the bare address"),
+        ("shards --data-dir https://me@host/x", "address; web servers are read without a login, s3:// and"),
+        ("shards --data-dir s3://me@bucket/x", "bare address; fsspec's packages find credentials by themselves"),
         ("shards --data-dir http://host:port/x", "Port could not be cast"),
         ("shards --data-dir http://[x/y", "--data-dir: Invalid IPv6 URL; give http"),
         ("shards --data-dir https://a..b/x", ": label empty"),
@@ -564,6 +567,18 @@ def test_refusals(flags, error, monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)  # as if it were not installed
     with pytest.raises(UserError, match=error):
         load_data(options(["--data", *flags.split()]), CPU, print)
+
+
+def test_variables_of_fsspec_set_what_a_url_does_not(tmp_path):
+    """As for buckets without a login; docs/data.md names those of s3fs."""
+    script = "from recipes.common.data.stores import file_system; print(file_system('file').auto_mkdir)"
+    env = {**os.environ, "FSSPEC_FILE_AUTO_MKDIR": "true", "HOME": str(tmp_path)}
+    command = [sys.executable, "-c", script]
+    assert subprocess.run(command, env=env, capture_output=True, text=True, timeout=60).stdout == "True\n"
+    (tmp_path / ".config" / "fsspec").mkdir(parents=True)
+    (tmp_path / ".config" / "fsspec" / "conf.json").write_text('{"file": {"auto_mkdir": true}}')
+    del env["FSSPEC_FILE_AUTO_MKDIR"]
+    assert subprocess.run(command, env=env, capture_output=True, text=True, timeout=60).stdout == "True\n"
 
 
 def test_a_folder_of_any_name_is_asked_for(shards, tmp_path):

@@ -229,7 +229,11 @@ def open_store(url: str, timeout_s: float) -> Store:
     except ValueError as error:
         raise UserError(f"--data-dir: {error}; give http://HOST:PORT/FOLDER") from None
     if "@" in place.netloc or place.query or place.fragment:
-        fix = "give the bare address; fsspec's packages find credentials by themselves"
+        fix = "give the bare address; " + (
+            "web servers are read without a login, s3:// and the like with one"
+            if is_http
+            else "fsspec's packages find credentials by themselves"
+        )
         raise UserError(f"--data-dir: a URL with a password, a query or a fragment would be recorded; {fix}")
     if is_http:
         return HttpStore(url, timeout_s)
