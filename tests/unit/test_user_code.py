@@ -1028,6 +1028,7 @@ def test_sparse_gradients_are_refused_where_nothing_takes_them(recipe, argv, is_
     with contextlib.nullcontext() if is_taken else pytest.raises(UserError, match=refusal):
         check_sparse(model, args)
     check_sparse(model[:1], args)
+    check_sparse(model.requires_grad_(False), args)
 
 
 def test_what_is_built_into_python_has_no_digest():

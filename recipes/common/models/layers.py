@@ -40,6 +40,15 @@ def layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return sequence
 
 
+def sparse_embedding(model: nn.Module) -> str | None:
+    """Return the name of an embedding that is trained with sparse gradients, "it" if it is the model, or None."""
+    for name, module in model.named_modules():
+        is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if is_embedding and module.sparse and module.weight.requires_grad:
+            return name or "it"
+    return None
+
+
 def containers(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the model and the sequences in it that layers() takes apart."""
     yield model

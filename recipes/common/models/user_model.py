@@ -16,7 +16,7 @@ from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.language import LanguageModel
 from recipes.common.models.batchnorm import checked_rows
-from recipes.common.models.layers import containers, is_sequential, layers
+from recipes.common.models.layers import containers, is_sequential, layers, sparse_embedding
 from recipes.common.optim import autocast
 from recipes.common.options import HOOKED, Options
 from recipes.common.task import Classification, Task, in_float
@@ -280,14 +280,11 @@ def exact_output(output: Tensor, targets: Tensor) -> Tensor:
 
 def check_sparse(model: nn.Module, args: Options) -> None:
     """Raise UserError if an embedding has sparse gradients, and the recipe or the optimizer does not take them."""
-    if args.takes_sparse_gradients:
-        return
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            what = f"--model {args.model}: {name or 'it'} has sparse gradients"
-            fix = "make it without sparse=True; RECIPE=single, and ddp on CPUs, take them with "
-            fix += "--optimizer sgd --weight-decay 0"
-            raise UserError(f"{what}, which this recipe does not take with these options; {fix}")
+    if not args.takes_sparse_gradients and (name := sparse_embedding(model)):
+        what = f"--model {args.model}: {name} has sparse gradients"
+        fix = "make it without sparse=True; RECIPE=single, and ddp on CPUs, take them with "
+        fix += "--optimizer sgd --weight-decay 0"
+        raise UserError(f"{what}, which this recipe does not take with these options; {fix}")
 
 
 def check_state(model: nn.Module, args: Options) -> None:

@@ -51,12 +51,11 @@ def wrap_in_ddp(
     Raises UserError if the backend cannot send a parameter, a buffer or a gradient.
     """
     if any(parameter.is_cuda for parameter in module.parameters()):
-        for name, part in module.named_modules():
-            is_embedding = isinstance(part, nn.Embedding | nn.EmbeddingBag)
-            if is_embedding and part.sparse and part.weight.requires_grad:
-                what = f"--model {args.model}: {name or 'it'} has sparse gradients, which NCCL cannot sum"
-                fix = "make it without sparse=True, or use RECIPE=single or horovod"
-                raise UserError(f"{what}; {fix}")
+        from recipes.common.models.layers import sparse_embedding
+
+        if name := sparse_embedding(module):
+            fix = "make it without sparse=True, or use RECIPE=single or horovod"
+            raise UserError(f"--model {args.model}: {name} has sparse gradients, which NCCL cannot sum; {fix}")
     try:
         ddp = DistributedDataParallel(
             module,
