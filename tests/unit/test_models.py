@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torchvision.ops import StochasticDepth
 
+from recipes.common.data.imagefolder import MEAN, STD
 from recipes.common.models.models import build_model
 from recipes.common.models.rank_dependence import dropout_warning
 from recipes.common.task import Classification
@@ -35,6 +36,18 @@ class TestModels:
         data = tiny_data(channels=channels, size=size, classes=7)
         model = build_model(options(["--model", name]), data).to("meta").eval()
         assert model(torch.empty(2, channels, size, size, device="meta")).shape == (2, 7)
+
+    @pytest.mark.parametrize("channels", [1, 3])
+    def test_googlenet_gets_the_pixels_that_its_published_weights_expect(self, channels):
+        model = build_model(options(["--model", "googlenet"]), tiny_data(channels=channels, size=64)).eval()
+        seen = []
+        model.conv1.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+        mean, std = (values.reshape(1, 3, 1, 1) / 255 for values in (MEAN, STD))
+        pixels = torch.rand(1, channels, 64, 64)
+        with torch.no_grad():
+            model((pixels - mean) / std if channels == 3 else pixels)
+        expected = 2 * pixels - 1 if channels == 3 else pixels
+        torch.testing.assert_close(seen[0], expected, rtol=0, atol=1e-5)
 
     def test_resnet_keeps_its_own_stem_for_large_images(self):
         for size, kernel in ((32, 3), (96, 7)):

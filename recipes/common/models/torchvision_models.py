@@ -30,7 +30,8 @@ def build_torchvision_model(name: str, others: Sequence[str], data: Data) -> nn.
     if name.startswith("vit_"):
         settings["image_size"] = data.image_size
     if name in ("googlenet", "inception_v3"):
-        settings.update(aux_logits=False, init_weights=True)
+        # torchvision trained its weights of these two on pixels from -1 to 1, to which transform_input maps ours.
+        settings.update(aux_logits=False, init_weights=True, transform_input=data.channels == 3)
     refusal = f"--model {name} does not take images of {data.image_size}x{data.image_size}"
     try:
         model = models.get_model(name, weights=None, **settings)
