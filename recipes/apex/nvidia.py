@@ -92,7 +92,8 @@ class ApexAmp:
         # Apex: it checks gradients only with a dynamic loss scale (O1, O2); the run's own check covers O0 and O3.
         check = (lambda gradients: True) if self.scaler.is_dynamic else check
         no_scaler = torch.amp.GradScaler(enabled=False)  # Apex: backward() has already unscaled
-        optimizer_step(self.args, self.apex_amp.master_params(self.optimizer), self.optimizer, no_scaler, check)
+        masters = self.apex_amp.master_params(self.optimizer)
+        job.grad_norm = optimizer_step(self.args, masters, self.optimizer, no_scaler, check)
 
 
 def keep_masters(

@@ -115,7 +115,8 @@ class TorchAmp:
         for master, half in self.copies():
             master.grad = None if half.grad is None else half.grad.float()
             half.grad = None
-        optimizer_step(self.args, self.model.parameters(), self.optimizer, self.scaler, check)
+        parameters = self.model.parameters()
+        job.grad_norm = optimizer_step(self.args, parameters, self.optimizer, self.scaler, check)
         self.refresh(self.copies())
 
     @torch.no_grad()

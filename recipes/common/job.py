@@ -104,6 +104,8 @@ class Job:
         """Whether the count of a step's targets may differ from the size of the global batch."""
         self.target_count: int | Tensor = self.args.global_batch_size
         """What the sum of the step's losses is divided by: the task's count() of the global batch."""
+        self.grad_norm: Tensor | None = None
+        """The norm of the last step's gradients before --clip-grad-norm."""
         self.has_warned = False
         """Whether a step without a target that counts has been warned of."""
         self.code, self.state_shapes = dict[str, str](), dict[str, tuple[int, ...]]()
@@ -132,8 +134,12 @@ class Job:
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        steps = self.args.epochs * self.steps_per_epoch
-        return min(steps, self.args.max_steps or steps)
+        return self.args.total_steps(self.steps_per_epoch)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Optimizer steps of the warm-up."""
+        return self.args.total_warmup_steps(self.steps_per_epoch)
 
     @property
     def epoch_end(self) -> int:
@@ -327,11 +333,13 @@ class Job:
         slow = self.data.train.take_warnings(self.throughput.seconds())
         for text in (*self.peers.watch.take_stragglers(), *slow):
             self.say(f"warning: {text}")
-        skipped = {"skipped_steps": self.guard.skipped} if self.guard.skipped else {}
+        more: dict[str, float] = {"skipped_steps": self.guard.skipped} if self.guard.skipped else {}
+        if self.grad_norm is not None:
+            more["grad_norm"] = float(self.grad_norm)
         speed = self.throughput.recent()
         rates = {"lr": rate, "samples_per_s": round(speed, 1), **self._units_per_s(speed)}
         step, epoch = self.position.step, self.position.epoch + 1
-        self._write(lambda record: record.log_step(step=step, epoch=epoch, loss=loss, **rates, **skipped))
+        self._write(lambda record: record.log_step(step=step, epoch=epoch, loss=loss, **rates, **more))
 
     def end_evaluation(self, averages: dict[str, float]) -> bool:
         """Record an evaluation, and count the epoch that it ends; return whether it is the best so far."""

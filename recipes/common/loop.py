@@ -166,9 +166,18 @@ def begin_run(
     peers.watch.follow(lambda: job.position.step, job.folder)
     tuning = TUNING if job.args.compile_mode == "max-autotune" else ""
     taken = content["taken"] if content and "taken" in content else ""
-    warnings = () if job.args.evaluate else warnings_before_training(job)
+    warnings = () if job.args.evaluate else (short_run(job), *warnings_before_training(job))
     for text in filter(None, (taken, unread_folder(job.args), tuning, *warnings)):
         job.say(text)
+
+
+def short_run(job: Job) -> str:
+    """Return a warning if the run ends within its warm-up, else ""."""
+    warmup, total = job.warmup_steps, job.total_steps
+    if warmup < total:
+        return ""
+    what = f"the run ends after {total} steps, within the warm-up of {warmup}"
+    return f"warning: {what}, so the learning rate stays below --lr; give --warmup-steps {total // 10}"
 
 
 def open_record(job: Job, reads_shards: bool) -> tuple[bool, Content | None]:
@@ -296,7 +305,7 @@ def train_until_evaluation(job: Job, technique: Technique) -> int:
                 decision = finish_vote()
         if decision == FAIL:
             break
-        rate = learning_rate(args, position.step, job.total_steps)
+        rate = learning_rate(args, position.step, job.total_steps, job.warmup_steps)
         set_learning_rate(job.optimizer, rate)
         with peers.watch.mark("optimizer"), job.watch_gpu():
             (technique.update or update)(job, partial(job.check_gradients, loss_sum))
@@ -384,7 +393,8 @@ def own_shard(peers: Peers) -> Callable[[Tensor], Tensor]:
 
 def update(job: Job, check: Check, clip: Clip = clip_gradients) -> None:
     """Step the optimizer if the gradients, which are the same on all ranks, pass the check."""
-    optimizer_step(job.args, job.model.parameters(), job.optimizer, job.scaler, check, clip)
+    parameters = job.model.parameters()
+    job.grad_norm = optimizer_step(job.args, parameters, job.optimizer, job.scaler, check, clip)
 
 
 def check_optimizer(job: Job, technique: Technique) -> None:

@@ -28,7 +28,7 @@ def optimizer_class(args: Options) -> tuple[type[torch.optim.Optimizer], dict[st
     """Return the class and the arguments of --optimizer sgd or adamw."""
     settings: dict[str, Any] = {"lr": args.lr, "weight_decay": args.weight_decay}
     if args.optimizer == "adamw":
-        return torch.optim.AdamW, settings
+        return torch.optim.AdamW, {**settings, "betas": (0.9, args.beta2)}
     return torch.optim.SGD, {**settings, "momentum": args.momentum}
 
 
@@ -98,20 +98,20 @@ def is_users(optimizer: torch.optim.Optimizer) -> bool:
     return "lr_share" in optimizer.param_groups[0]
 
 
-def learning_rate(args: Options, step: int, total_steps: int) -> float:
-    """Return the rate of an optimizer step, counted from 0: linear warm-up, then cosine or constant.
+def learning_rate(args: Options, step: int, total_steps: int, warmup_steps: int) -> float:
+    """Return the rate of an optimizer step, counted from 0: linear warm-up, then cosine, linear or constant.
 
     --scale-lr is the linear scaling rule of Goyal et al. 2017, https://arxiv.org/abs/1706.02677: the rate then
     depends on the global batch. It never depends on the number of processes.
     """
     peak = args.lr * (args.global_batch_size / 256 if args.scale_lr else 1.0)
-    if step < args.warmup_steps:
-        return peak * (step + 1) / args.warmup_steps
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
     if args.lr_schedule == "constant":
         return peak
-    share = (step - args.warmup_steps) / (total_steps - args.warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * share))
-    return peak * (args.min_lr_share + (1 - args.min_lr_share) * cosine)
+    share = (step - warmup_steps) / (total_steps - warmup_steps)
+    left = 1 - share if args.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * share))
+    return peak * (args.min_lr_share + (1 - args.min_lr_share) * left)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -172,21 +172,25 @@ def optimizer_step(
     scaler: torch.amp.GradScaler,
     check: Callable[[Sequence[Tensor]], bool],
     clip: Clip = clip_gradients,
-) -> None:
+) -> Tensor | None:
     """Unscale and clip the gradients, step if check(gradients) returns true, and clear them.
 
+    Return the norm of the gradients before they were clipped; None if they are not.
     An enabled scaler does not call check(): it skips a step with non-finite gradients by itself, and lowers the
     scale.
     """
     parameters = list(parameters)
     densify_gradients(args, parameters)
     fill_momentum(optimizer, may_skip=scaler.is_enabled())
+    norm = None
     if args.clip_grad_norm:
         scaler.unscale_(optimizer)  # clip by the norm of the unscaled gradient
-        gradients = [clip(parameters, args.clip_grad_norm)]  # finite only if all of them are
+        norm = clip(parameters, args.clip_grad_norm)
+        gradients = [norm]  # finite only if all gradients are
     else:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if scaler.is_enabled() or check(gradients):
         scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
+    return norm

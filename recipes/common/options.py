@@ -47,6 +47,8 @@ ONLY_FOR = {
     "cache_dir": ("shards",),
     "download": ("fashion-mnist", "cifar10", USER_CODE),
     "image_size": ("imagefolder", "shards", "synthetic", USER_CODE),
+    "eval_resize": ("imagefolder", "shards"),
+    "augment": ("cifar10", "fashion-mnist"),
     "num_samples": ("synthetic", USER_CODE),
     "decode": ("imagefolder", "shards"),
     "shuffle_block": ("shards",),
@@ -60,11 +62,19 @@ MOST_GRAPHS = 8
 """Times that torch compiles a model before it leaves the rest uncompiled: torch._dynamo.config.recompile_limit."""
 
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
-TEXT_DEFAULTS = {"model": "gpt-tiny", "optimizer": "adamw", "lr": 0.004}
+TEXT_DEFAULTS = {"model": "gpt-tiny", "optimizer": "adamw"}
 """Defaults for TEXTS that differ from those for images; text also has a --data-dir, STANDARD_LIBRARY."""
-TEXT_EPOCHS, TEXT_STEPS = 1, 300
+TEXT_STEPS = 300
 """Length of a run on TEXTS without --epochs and --max-steps: minutes on two cores."""
 
+ADAMW_LR = {"gpt-tiny": 0.004, "gpt-small": 0.0006, "gpt-medium": 0.0003, "gpt-xl": 0.0002}
+"""The default --lr of adamw by model: Brown et al. 2020, arXiv 2005.14165, table 2.1; gpt-tiny's: tried here."""
+OTHER_ADAMW_LR = 0.001
+"""The default --lr of adamw for other models: torch's."""
+TORCHVISION_WEIGHT_DECAY = 0.0001
+"""The default --weight-decay of sgd for torchvision's models: the one of its references/classification."""
+OWN_MODELS = ("lenet", "vit-tiny", *ADAMW_LR)
+"""The models of this repository; other names are torchvision's, or the user's code."""
 
 HOOKED = "_recipes_hooked_parameters"
 """Attribute of a user's model: the names of the parameters that had gradient hooks when it was built."""
@@ -147,7 +157,7 @@ class DataOptions(RunOptions):
         "digits",
         one_of_or_own(*DATA),
         f"one of {', '.join(DATA)}, or package.module:function for your own; text and tokens have other "
-        "defaults: gpt-tiny, adamw, --lr 0.004, 300 steps",
+        "defaults: gpt-tiny, adamw, 300 steps",
     )
     data_dir: Path = option(
         Path("data"),
@@ -165,6 +175,17 @@ class DataOptions(RunOptions):
         whole_number(1, 2**14),
         "height and width of the images of imagefolder, shards and synthetic",
         "PIXELS",
+    )
+    eval_resize: int | None = option(
+        None,
+        whole_number(1, 2**14),
+        "imagefolder, shards: scale the shorter side of a test image to this, before the centre of --image-size "
+        "is cut out (default: 256/224 of that)",
+        "PIXELS",
+    )
+    augment: str = choice(
+        "cifar10, fashion-mnist: crop-flip moves each training image by up to 4 pixels and mirrors half of them",
+        *("none", "crop-flip"),
     )
     num_samples: int = option(2048, whole_number(1, 2**31), "training images of synthetic data", "N")
     workers: int = option(
@@ -240,23 +261,39 @@ class TrainingOptions(DataOptions):
     accumulate_steps: int = option(
         1, positive_int, "split each rank's batch into N passes and sum the gradients: 1/N of the activations", "N"
     )
-    epochs: int = option(40, positive_int, "passes over the data", "N")
-    max_steps: int | None = option(None, positive_int, "end after this many optimizer steps in all", "N")
+    epochs: int | None = option(
+        40, positive_int, "passes over the data; without it, --max-steps alone ends the run", "N"
+    )
+    max_steps: int | None = option(
+        None, positive_int, "end after this many optimizer steps in all, where the cosine ends, too", "N"
+    )
     optimizer: str = option(
         "sgd",
         one_of_or_own("sgd", "adamw"),
         "sgd with --momentum, adamw, or package.module:function for your own",
     )
-    lr: float = option(0.02, positive_float, "peak learning rate")
+    lr: float = option(
+        0.02,
+        positive_float,
+        "peak learning rate; default with adamw: 0.004 for gpt-tiny, 0.0006 for gpt-small, 0.0003 for gpt-medium, "
+        "0.0002 for gpt-xl, otherwise 0.001",
+    )
     scale_lr: bool = switch("linear scaling rule: --lr is for 256 samples, use lr * global_batch_size / 256")
     momentum: float = option(0.9, fraction, "momentum of sgd", "X")
-    weight_decay: float = option(0.01, non_negative_float, "an L2 penalty in sgd, decoupled in adamw", "X")
+    beta2: float = option(0.999, fraction, "decay of adamw's mean of squared gradients", "X")
+    weight_decay: float = option(
+        0.01,
+        non_negative_float,
+        "an L2 penalty in sgd, decoupled in adamw; default of torchvision's models with sgd: 0.0001",
+        "X",
+    )
     decay_norm_bias: bool = switch(
         "weight decay also of norms and biases: of parameters of fewer than two dimensions", default=True
     )
-    lr_schedule: str = choice("the learning rate after the warm-up", "cosine", "constant")
-    min_lr_share: float = option(0.0, fraction, "cosine: end at this share of the peak rate", "X")
+    lr_schedule: str = choice("the learning rate after the warm-up", "cosine", "linear", "constant")
+    min_lr_share: float = option(0.0, fraction, "cosine and linear: end at this share of the peak rate", "X")
     warmup_steps: int = option(100, non_negative_int, "steps in which the learning rate rises linearly", "N")
+    warmup_epochs: float | None = option(None, non_negative_float, "the warm-up in epochs, such as 5 or 0.5", "X")
     label_smoothing: float = option(
         0.0, fraction, "classification: share of a target that is spread over all classes, in test_loss too", "X"
     )
@@ -265,7 +302,7 @@ class TrainingOptions(DataOptions):
     )
     on_nonfinite: str = choice(
         "a loss or gradient that is not finite: stop the job with its step and ranks, or skip that step; "
-        "with a dynamic loss scale (fp16) the scaler decides, and skips it",
+        "with a dynamic loss scale (fp16) the scaler skips it, and stop ends the job only at a logged loss",
         *("stop", "skip"),
     )
 
@@ -279,7 +316,7 @@ class Options(TrainingOptions):
     tf32: bool | None = switch(
         "TF32 for float32 matrix products and convolutions of GPUs, or for neither (default: convolutions)", None
     )
-    sync_batchnorm: bool = switch("batch-norm statistics over the global batch (GPUs)")
+    sync_batchnorm: bool = switch("batch-norm statistics over each pass of all ranks (GPUs)")
     batchnorm_group: int | None = option(
         None,
         two_or_more,
@@ -301,21 +338,7 @@ class Options(TrainingOptions):
     def check(self) -> None:
         """Raise UserError if options do not combine."""
         self.check_start()
-        is_remote = self.data == "shards" and url_of(self.data_dir)
-        if url_of(self.data_dir) and not is_remote:
-            fix = "pack images by `make shards`, and give --data shards; or copy the data to a disk"
-            raise UserError(f"--data-dir {url_of(self.data_dir)}: only shards can be read from a server; {fix}")
-        for name, sources in ONLY_FOR.items():
-            value = getattr(self, name)
-            if value != getattr(Options, name) and not option_applies(name, self.data):
-                words = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-                known = " and ".join(source for source in sources if source != USER_CODE)
-                raise UserError(f"{words} is for --data {known}; drop it")
-        if self.cache_dir and not is_remote:
-            raise UserError(f"--cache-dir {self.cache_dir} is for --data shards on a server; drop it")
-        if self.shuffle_block > self.global_batch_size:
-            what = f"more images than --global-batch-size {self.global_batch_size}"
-            raise UserError(f"--shuffle-block {self.shuffle_block}: {what}; a block of 1 MB is long enough")
+        self.check_data()
         if self.sharded_checkpoints and not self.has_shards:
             fix = "drop it, or use fsdp, tensor, or context with --fully-shard"
             raise UserError(f"--sharded-checkpoints: the ranks of this recipe hold no shards; {fix}")
@@ -339,10 +362,37 @@ class Options(TrainingOptions):
             what = "statistics are over groups or the batch"
             raise UserError(f"--batchnorm-group and --sync-batchnorm: {what}; drop one")
 
+    def check_data(self) -> None:
+        """Raise UserError if options of the data do not combine."""
+        is_remote = self.data == "shards" and url_of(self.data_dir)
+        if url_of(self.data_dir) and not is_remote:
+            fix = "pack images by `make shards`, and give --data shards; or copy the data to a disk"
+            raise UserError(f"--data-dir {url_of(self.data_dir)}: only shards can be read from a server; {fix}")
+        for name, sources in ONLY_FOR.items():
+            value = getattr(self, name)
+            if value != getattr(Options, name) and not option_applies(name, self.data):
+                words = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+                known = " and ".join(source for source in sources if source != USER_CODE)
+                raise UserError(f"{words} is for --data {known}; drop it")
+        if self.cache_dir and not is_remote:
+            raise UserError(f"--cache-dir {self.cache_dir} is for --data shards on a server; drop it")
+        if self.shuffle_block > self.global_batch_size:
+            what = f"more images than --global-batch-size {self.global_batch_size}"
+            raise UserError(f"--shuffle-block {self.shuffle_block}: {what}; a block of 1 MB is long enough")
+        if self.eval_resize and self.eval_resize < self.image_size:
+            what = f"the centre of --image-size {self.image_size} does not fit into it"
+            raise UserError(f"--eval-resize {self.eval_resize}: {what}; use at least {self.image_size}")
+
     def check_optimizer(self) -> None:
         """Raise UserError if options of the optimizer and its schedule do not combine."""
         if self.lr_schedule == "constant" and self.min_lr_share:
-            raise UserError(f"--min-lr-share {self.min_lr_share} is for --lr-schedule cosine; drop one of the two")
+            what = f"--min-lr-share {self.min_lr_share} is for --lr-schedule cosine and linear"
+            raise UserError(f"{what}; drop one of the two")
+        if self.warmup_epochs is not None and self.warmup_steps != Options.warmup_steps:
+            flags = f"--warmup-epochs {self.warmup_epochs:g} and --warmup-steps {self.warmup_steps}"
+            raise UserError(f"{flags}: both are the length of the warm-up; drop one of the two")
+        if self.optimizer != "adamw" and self.beta2 != Options.beta2:
+            raise UserError(f"--beta2 {self.beta2} is for adamw; drop it, or use --optimizer adamw")
         if self.optimizer != "sgd" and self.momentum != Options.momentum:
             raise UserError(f"--momentum {self.momentum} is for sgd; drop it, or use --optimizer sgd")
         if is_user_code(self.optimizer) and not self.decay_norm_bias:
@@ -368,6 +418,15 @@ class Options(TrainingOptions):
         Recipes with shards exchange them as whole tensors.
         """
         return self.optimizer == "sgd" and not self.weight_decay and not self.has_shards
+
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Return the optimizer steps of the whole run."""
+        limits = [self.max_steps, self.epochs and self.epochs * steps_per_epoch]
+        return min(limit for limit in limits if limit)
+
+    def total_warmup_steps(self, steps_per_epoch: int) -> int:
+        """Return the optimizer steps of the warm-up."""
+        return self.warmup_steps if self.warmup_epochs is None else round(self.warmup_epochs * steps_per_epoch)
 
     @property
     def passes(self) -> int:
@@ -407,19 +466,32 @@ def parse(kind: type[T], recipe: str, doc: str | None, argv: Sequence[str] | Non
 
         words = [*config_to_argv(config, parser.flags()), *words]
         found = parser.parse_words(words)
-    if is_user_code(getattr(found, "model", "")):
-        parser.set_defaults(channels_last=False)  # your code may need torch's own layout, as tensor.view() does
-        found = parser.parse_words(words)
-    if (data := getattr(found, "data", None)) in TEXTS:
-        folder = {"data_dir": STANDARD_LIBRARY} if data == "text" else {}
-        parser.set_defaults(**TEXT_DEFAULTS, **folder, epochs=None)
-        found = parser.parse_words(words)
-        if found.epochs is None:
-            found.epochs, found.max_steps = TEXT_EPOCHS, found.max_steps or TEXT_STEPS
+    if issubclass(kind, Options):
+        found = fill_defaults(parser, words, found)
     args = kind(**vars(found))
     if isinstance(args, Options):
         args.check()
     return args
+
+
+def fill_defaults(parser: Parser, words: Sequence[str], found: argparse.Namespace) -> argparse.Namespace:
+    """Return the options in `words` with the defaults that depend on other options; `found` has the plain ones."""
+    if found.data in TEXTS:
+        folder = {"data_dir": STANDARD_LIBRARY} if found.data == "text" else {}
+        parser.set_defaults(**TEXT_DEFAULTS, **folder)
+    parser.set_defaults(epochs=None)
+    found = parser.parse_words(words)
+    if is_user_code(found.model):
+        parser.set_defaults(channels_last=False)  # your code may need torch's own layout, as tensor.view() does
+    elif found.model not in OWN_MODELS and found.optimizer == "sgd":
+        parser.set_defaults(weight_decay=TORCHVISION_WEIGHT_DECAY)
+    if found.optimizer == "adamw":
+        parser.set_defaults(lr=ADAMW_LR.get(found.model, OTHER_ADAMW_LR))
+    found = parser.parse_words(words)
+    if found.epochs is None and found.max_steps is None:
+        length = {"max_steps": TEXT_STEPS} if found.data in TEXTS else {"epochs": Options.epochs}
+        vars(found).update(length)
+    return found
 
 
 def check_batch(args: Options, world_size: int, num_train: int) -> None:

@@ -115,7 +115,8 @@ def update(owners: dict[nn.Parameter, set[int]], world: Grid, job: Job, check: C
         # Pipeline: each stage knows only its own gradients' norm: an all-reduce of the squares, 4 bytes a rank.
         with world.watch("gradients"):
             dist.all_reduce(squares, group=world.mesh.get_group("pp"))
-        nn.utils.clip_grads_with_norm_(own, job.args.clip_grad_norm, squares.sqrt())
+        job.grad_norm = squares.sqrt()
+        nn.utils.clip_grads_with_norm_(own, job.args.clip_grad_norm, job.grad_norm)
     if check([p.grad for p in own if p.grad is not None]):
         fill_momentum(job.optimizer, may_skip=False)
         job.optimizer.step()

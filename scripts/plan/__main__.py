@@ -252,7 +252,7 @@ def plan_row(
     own, even = (compute.scaled(size / args.local_batch_size, passes) for size in (local, global_batch / parts))
     found = cost_model.step(workload.gradients, own, cluster, method, control_s, input_s=max(decode_s, read_s))
     epoch_steps = kind.num_samples // global_batch
-    steps = min(options.epochs * epoch_steps, options.max_steps or math.inf)
+    steps = options.total_steps(epoch_steps)
     failures = failure_figures(args, options, workload, cluster, found.step_s, epoch_steps)
     hours = steps * found.step_s / 3600 / max(failures["useful_share"], 1e-9)
     memory = workload.memory_bytes(options, method, local, ranks)
@@ -327,7 +327,7 @@ def advice(row: Row, args: Namespace, kind: Kind) -> list[str]:
         f"global batch {batch:,}: {epoch_steps:,} steps an epoch, {row['steps']:,} in the job's "
         f"{row['steps'] / epoch_steps:,.1f} epochs. Linear scaling: --lr R --scale-lr, where R is the rate that "
         f"is good for 256 samples (0.1 for ResNet-50), gives R x {batch / 256:g}; warm up over 5 epochs: "
-        f"--warmup-steps {5 * epoch_steps}"
+        "--warmup-epochs 5"
     ]
     if batch > LINEAR_LIMIT:
         nodes = max(1, LINEAR_LIMIT * row["nodes"] // batch)

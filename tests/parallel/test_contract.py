@@ -316,6 +316,9 @@ def test_text_has_the_same_curve_and_bits(train, text, recipe):
     assert_same_run(path, single)
     (ours,), (theirs,) = evaluations(path), evaluations(single)
     assert ours["test_bits_per_byte"] == pytest.approx(theirs["test_bits_per_byte"], rel=1e-5)
+    norms, expected = ([line["grad_norm"] for line in metrics(run) if "loss" in line] for run in (path, single))
+    assert norms == pytest.approx(expected, rel=1e-4)
+    assert min(expected) > 0
 
 
 @pytest.mark.parametrize(

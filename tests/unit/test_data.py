@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torchvision import datasets
+from torchvision.transforms.v2 import functional
 
 from recipes.common.data import Data, Spec, imagefolder, load_data, unread_folder, workers
 from recipes.common.data.splits import MemorySplit
@@ -230,6 +231,35 @@ def test_cifar10(cifar):
     assert data.test.targets.tolist() == content["test_batch"][1]
     ((images, _),) = data.train.batches([torch.arange(60)], 0)
     assert images.mean(dim=(0, 2, 3)).tolist() == pytest.approx([0, 0, 0], abs=1e-5)
+
+
+def test_cifar10_is_cropped_and_flipped_by_seed_epoch_and_index(cifar):
+    """Each image is one of torchvision's RandomCrop(32, padding=4) and RandomHorizontalFlip."""
+    folder, _ = cifar
+    plain, data, other = (
+        load("--data", "cifar10", "--data-dir", str(folder), *more).train
+        for more in ((), ("--augment", "crop-flip"), ("--augment", "crop-flip", "--seed", "1"))
+    )
+    order = torch.arange(60)
+    ((images, labels),) = data.batches([order], 3)
+    assert labels.equal(plain.targets)
+    places = []
+    for image, pixels in zip(images, plain.inputs, strict=True):
+        padded = functional.pad(pixels.permute(2, 0, 1), [4])
+        crops = {(i, j): functional.crop(padded, i, j, 32, 32) for i in range(9) for j in range(9)}
+        views = {(*key, flips): crop.flip(2) if flips else crop for key, crop in crops.items() for flips in (0, 1)}
+        [place] = [
+            key for key, view in views.items() if plain.prepare(view.permute(1, 2, 0)[None])[0].equal(image)
+        ]
+        places.append(place)
+    for values, count in zip(zip(*places, strict=True), (9, 9, 2), strict=True):
+        assert set(values) == set(range(count))
+    parts = [image for batch, _ in data.batches(order.flip(0).split(7), 3) for image in batch]
+    assert torch.stack(parts).flip(0).equal(images), "whatever the batch"
+    for split, epoch in ((data, 4), (other, 3)):
+        ((changed, _),) = split.batches([order], epoch)
+        assert (changed != images).flatten(1).any(1).sum() > 50
+    assert data.fingerprint() == plain.fingerprint()
 
 
 def test_a_damaged_file_is_refused(cifar):

@@ -304,6 +304,12 @@ class TestCrops:
         ours = centre_crop(torch.from_numpy(np.array(image)), 32)
         assert np.abs(ours.numpy().astype(int) - np.array(theirs)).max() <= 1
 
+    def test_the_shorter_side_for_evaluation_is_an_option(self):
+        image = picture()
+        theirs = v2.Compose([v2.Resize(33), v2.CenterCrop(32)])(image)
+        ours = centre_crop(torch.from_numpy(np.array(image)), 32, 33)
+        assert np.abs(ours.numpy().astype(int) - np.array(theirs)).max() <= 1
+
     def test_a_thin_image_takes_little_memory(self, monkeypatch):
         """Scaled as a whole, this one would take 12 GB."""
         noted = Mock(side_effect=resize)

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from recipes.common.loop import short_run
 from recipes.common.optim import build_optimizer, build_scaler, learning_rate, optimizer_state, optimizer_step
 from recipes.common.restore import load_optimizer_state
 from recipes.common.seeding import choose_kernels
 from recipes.single import train as single
-from tests.tiny import ALONE
+from tests.tiny import ALONE, tiny_job
 
 CPU = torch.device("cpu")
 
@@ -219,10 +220,16 @@ def test_a_checkpoint_numbers_parameters_alike_with_and_without_their_decay():
         assert optimizer_state(optimizer)["state"].keys() == content["state"].keys()
 
 
+def test_beta2_is_that_of_adamw():
+    args = single.options(["--optimizer", "adamw", "--beta2", "0.95"])
+    optimizer = build_optimizer(args, nn.Linear(2, 2), ALONE)
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+
+
 class TestLearningRate:
     def test_warm_up_is_linear_then_cosine_to_zero(self):
         args = single.options(["--lr", "0.8", "--warmup-steps", "4"])
-        rates = [learning_rate(args, step, 12) for step in range(13)]
+        rates = [learning_rate(args, step, 12, 4) for step in range(13)]
         assert rates[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
         assert rates[4] == pytest.approx(0.8)
         assert rates[8] == pytest.approx(0.4)  # half way
@@ -231,18 +238,31 @@ class TestLearningRate:
 
     def test_the_cosine_ends_at_a_share_of_the_peak(self):
         args = single.options(["--lr", "0.8", "--warmup-steps", "4", "--min-lr-share", "0.25"])
-        rates = [learning_rate(args, step, 12) for step in (0, 4, 8, 12)]
+        rates = [learning_rate(args, step, 12, 4) for step in (0, 4, 8, 12)]
         assert rates == pytest.approx([0.2, 0.8, 0.5, 0.2])
+
+    def test_linear_falls_to_a_share_of_the_peak(self):
+        args = single.options(["--lr", "0.8", "--lr-schedule", "linear", "--min-lr-share", "0.25"])
+        rates = [learning_rate(args, step, 12, 4) for step in (0, 4, 6, 8, 12)]
+        assert rates == pytest.approx([0.2, 0.8, 0.65, 0.5, 0.2])
 
     def test_constant_stays(self):
         args = single.options(["--lr", "0.8", "--warmup-steps", "0", "--lr-schedule", "constant"])
-        assert {learning_rate(args, step, 12) for step in range(12)} == {0.8}
+        assert {learning_rate(args, step, 12, 0) for step in range(12)} == {0.8}
 
     @pytest.mark.parametrize(("batch", "rate"), [(256, 0.5), (64, 0.125), (1024, 2.0)])
     def test_the_linear_scaling_rule(self, batch, rate):
         argv = ["--lr", "0.5", "--scale-lr", "--global-batch-size", str(batch), "--warmup-steps", "0"]
-        assert learning_rate(single.options(argv), 0, 10) == pytest.approx(rate)
+        assert learning_rate(single.options(argv), 0, 10, 0) == pytest.approx(rate)
 
     def test_a_warm_up_longer_than_the_run(self):
         args = single.options(["--lr", "1", "--warmup-steps", "100"])
-        assert learning_rate(args, 9, 10) == pytest.approx(0.1)
+        assert learning_rate(args, 9, 10, 100) == pytest.approx(0.1)
+
+    @pytest.mark.parametrize(("argv", "fix"), [("--epochs 9", "2"), ("--max-steps 4 --warmup-epochs 3", "0")])
+    def test_a_warm_up_longer_than_the_run_is_warned_of(self, argv, fix):
+        """An epoch has 3 steps."""
+        assert short_run(tiny_job(*argv.split())).endswith(f"stays below --lr; give --warmup-steps {fix}")
+
+    def test_a_warm_up_that_ends_is_not_warned_of(self):
+        assert not short_run(tiny_job("--max-steps", "101"))

@@ -42,7 +42,7 @@ REFUSED = {
     "--model mine:net()": "--model: expects a name, or package.module:function for your own, got 'mine:net()'",
     "--task mine.Task": "expects package.module:function for your own, got 'mine.Task'; did you mean 'mine:Task'?",
     "--optimizer adam": "did you mean 'adamw'?",
-    "--lr-schedule constant --min-lr-share 0.1": "--min-lr-share 0.1 is for --lr-schedule cosine; drop one",
+    "--lr-schedule constant --min-lr-share 0.1": "--min-lr-share 0.1 is for --lr-schedule cosine and linear; drop",
     "--optimizer adamw --momentum 0.5": "--momentum 0.5 is for sgd; drop it, or use --optimizer sgd",
     "--amp fp61": "did you mean 'fp16'?",
     "--lr-schedule cosin": "did you mean 'cosine'?",
@@ -142,6 +142,19 @@ POWERSGD = ["--grad-compression", "powersgd"]
         ("ddp", ["--grad-compression", "fp32"], "did you mean 'fp16'?"),
         ("ddp", ["--shuffle-block", "2"], "--shuffle-block 2 is for --data shards; drop it"),
         ("ddp", ["--num-samples", "5"], "--num-samples 5 is for --data synthetic; drop it"),
+        (
+            "ddp",
+            ["--augment", "crop-flip"],
+            "--augment crop-flip is for --data cifar10 and fashion-mnist; drop it",
+        ),
+        ("ddp", ["--eval-resize", "256"], "--eval-resize 256 is for --data imagefolder and shards; drop it"),
+        (
+            "ddp",
+            ["--data", "shards", "--eval-resize", "223"],
+            "--image-size 224 does not fit into it; use at least",
+        ),
+        ("ddp", ["--warmup-epochs", "5", "--warmup-steps", "3"], "--warmup-epochs 5 and --warmup-steps 3: both"),
+        ("ddp", ["--beta2", "0.9"], "--beta2 0.9 is for adamw; drop it, or use --optimizer adamw"),
         ("ddp", ["--download"], "--download is for --data fashion-mnist and cifar10; drop it"),
         ("ddp", ["--data", "m:f", "--decode", "gpu"], "--decode gpu is for --data imagefolder and shards"),
         ("ddp", ["--data", "shards", "--shuffle-block", "65"], "65: more images than --global-batch-size 64"),
@@ -231,6 +244,47 @@ def test_objects_of_a_triton_that_lists_leaks_are_collected_at_the_end(monkeypat
     assert len(calls) == freezes
 
 
+@pytest.mark.parametrize(
+    ("argv", "lr", "weight_decay"),
+    [
+        ("", 0.02, 0.01),
+        ("--model resnet50", 0.02, 1e-4),
+        ("--model resnet50 --weight-decay 0.3", 0.02, 0.3),
+        ("--model vit_b_16 --optimizer adamw", 0.001, 0.01),
+        ("--model mine:net", 0.02, 0.01),
+        ("--model mine:net --optimizer adamw --lr 5", 5, 0.01),
+        ("--data text", 0.004, 0.01),
+        ("--data tokens --model gpt-xl", 0.0002, 0.01),
+        ("--data text --optimizer sgd", 0.02, 0.01),
+    ],
+)
+def test_default_rates_suit_the_model_and_the_optimizer(argv, lr, weight_decay):
+    args = single.options(argv.split())
+    assert (args.lr, args.weight_decay) == (lr, weight_decay)
+
+
+@pytest.mark.parametrize(
+    ("argv", "steps"),
+    [
+        ("", 40 * 7),
+        ("--epochs 3", 21),
+        ("--max-steps 1000", 1000),
+        ("--max-steps 5 --epochs 3", 5),
+        ("--max-steps 50 --epochs 3", 21),
+        ("--data text", 300),
+        ("--data text --epochs 3", 21),
+        ("--data tokens --max-steps 1000", 1000),
+    ],
+)
+def test_a_run_is_as_long_as_its_options_say(argv, steps):
+    assert single.options(argv.split()).total_steps(7) == steps
+
+
+@pytest.mark.parametrize(("argv", "steps"), [("", 100), ("--warmup-steps 9", 9), ("--warmup-epochs 0.5", 11)])
+def test_the_warm_up_is_in_steps_or_epochs(argv, steps):
+    assert single.options(argv.split()).total_warmup_steps(22) == steps
+
+
 CONFIGS = sorted((ROOT / "recipes" / "configs").glob("*.yaml"))
 
 
@@ -246,22 +300,22 @@ def test_a_shipped_configuration_says_what_a_run_takes(path, recipe):
 def test_the_shipped_configuration_of_imagenet_suits_8_and_64_gpus():
     config = "--config", str(ROOT / "recipes" / "configs" / "imagenet-resnet50.yaml")
     num_train, rates = 1_281_167, []
-    for world_size, more in ((8, ()), (64, ("--global-batch-size", "8192", "--warmup-steps", "780"))):
+    for world_size, more, warmup_steps in ((8, (), 6255), (64, ("--global-batch-size", "8192"), 780)):
         args = single.options([*config, *more])
         check_batch(args, world_size, num_train)
-        assert args.warmup_steps == 5 * (num_train // args.global_batch_size)
+        assert args.total_warmup_steps(num_train // args.global_batch_size) == warmup_steps
         assert args.global_batch_size == 128 * world_size
-        rates.append(learning_rate(args, args.warmup_steps, 10**6))
+        rates.append(learning_rate(args, warmup_steps, 10**6, warmup_steps))
     assert rates == pytest.approx([0.4, 3.2])
 
 
 def test_the_shipped_configuration_of_openwebtext_suits_8_gpus():
-    """12 sequences a pass; train.bin has 9,035,582,198 tokens, and the epochs do not end the run first."""
+    """12 sequences a pass; train.bin has 9,035,582,198 tokens, and the epochs do not end the run."""
     args = single.options(["--config", str(ROOT / "recipes" / "configs" / "openwebtext-gpt-small.yaml")])
     num_train = 9_035_582_197 // args.seq_len
     check_batch(args, 8, num_train)
     assert args.global_batch_size == 8 * args.accumulate_steps * 12
-    assert args.epochs * (num_train // args.global_batch_size) > args.max_steps
+    assert args.total_steps(num_train // args.global_batch_size) == 600_000
 
 
 class TestConfig:

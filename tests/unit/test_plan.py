@@ -695,7 +695,7 @@ def test_what_is_measured_is_what_the_recipe_runs(monkeypatch):
 def test_batches_beyond_what_is_known_are_warned_of():
     words = "ddp --model lenet --nodes 64 --gpus 8 --compute-ms 100"
     shown = "\n".join(command.make_plan(words.split())[1])
-    assert "gives R x 256; warm up over 5 epochs: --warmup-steps 95" in shown
+    assert "gives R x 256; warm up over 5 epochs: --warmup-epochs 5" in shown
     assert "up to about 8,192" in shown
     assert "that is 8 nodes" in shown
     words = ("--data", "imagefolder", "--nodes", "4", "--compute-ms", "100", "--global-batch-size", "16384")

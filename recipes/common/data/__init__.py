@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -96,11 +97,16 @@ def _load(args: Options, device: torch.device, on_bad_image: Callable[[UserError
     pixels = train_images.transpose(0, 1).flatten(1).float()
     mean, std = pixels.mean(dim=1), pixels.std(dim=1).clamp(min=1e-6)
 
-    def split(images: Tensor, labels: Tensor) -> TensorSplit:
-        return TensorSplit(images.to(device), labels.to(device), mean, std, args.channels_last)
+    def split(images: Tensor, labels: Tensor, make: Callable[..., TensorSplit] = TensorSplit) -> TensorSplit:
+        return make(images.to(device), labels.to(device), mean, std, args.channels_last)
 
+    make_train: Callable[..., TensorSplit] = TensorSplit
+    if args.augment == "crop-flip":
+        from recipes.common.data.crop_flip import CropFlipSplit
+
+        make_train = partial(CropFlipSplit, seed=args.seed)
     return Data.of_images(
-        train=split(train_images, train_labels),
+        train=split(train_images, train_labels, make_train),
         test=split(test_images, test_labels),
         channels=train_images.shape[1],
         image_size=train_images.shape[2],

@@ -61,6 +61,7 @@ class Images(Dataset[Sample], ABC):
 
     def __init__(self, image_size: int, seed: int, train: bool) -> None:
         self.image_size, self.seed, self.train = image_size, seed, train
+        self.eval_resize: int | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -106,7 +107,7 @@ class Images(Dataset[Sample], ABC):
     def fit(self, pixels: Tensor, is_flipped: bool) -> Tensor:
         """Return an image's chosen part, uint8 (H, W, 3), in the batch's size; for evaluation, its centre."""
         if not self.train:
-            return centre_crop(pixels, self.image_size)
+            return centre_crop(pixels, self.image_size, self.eval_resize)
         image = resize(pixels, self.image_size, self.image_size)
         return image.flip(1) if is_flipped else image
 
@@ -177,15 +178,18 @@ def resize(pixels: Tensor, height: int, width: int) -> Tensor:
     return scaled.permute(0, 2, 3, 1)[0]
 
 
-def centre_crop(pixels: Tensor, size: int) -> Tensor:
-    """Return ImageNet's usual view for evaluation: scale the shorter side to 256/224 of size, crop the centre."""
+def centre_crop(pixels: Tensor, size: int, short: int | None = None) -> Tensor:
+    """Return ImageNet's usual view for evaluation: scale the shorter side to `short`, crop the centre.
+
+    `short` is by default 256/224 of `size`.
+    """
     height, width = pixels.shape[:2]
     if (longest := MAX_ASPECT_RATIO * min(height, width)) < max(height, width):
         # Of 1 x 4000 pixels, the scaled image would take 800 MB, and the crop needs one of these pixels.
         top, left = (height - min(height, longest)) // 2, (width - min(width, longest)) // 2
         pixels = pixels[top : top + longest, left : left + longest]
         height, width = pixels.shape[:2]
-    short = round(size * 256 / 224)
+    short = short or round(size * 256 / 224)
     # The longer side is rounded down, as torchvision's Resize does it.
     rows = short if height <= width else int(short * height / width)
     columns = short if width <= height else int(short * width / height)
@@ -292,6 +296,8 @@ def data_of(
         decode = BatchDecoder(images.image_size, images.fit, images.path, decode_parts)
         return LoadedSplit(images, args, device, on_bad_image, normalise, collate, decode)
 
+    for images in halves:
+        images.eval_resize = args.eval_resize
     train, test = map(split, halves)
     return replace(Data.of_images(train, test, 3, args.image_size, num_classes), may_skip=args.skip_bad_images)
 
