@@ -222,6 +222,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         args = options(argv)
         # Horovod: bounds the wait for a rank that is alive but does not join; a dead rank is noticed at once.
         set_horovod_timeout(args.timeout_s)
+        if args.deterministic:
+            # Horovod: timing decides which gradients travel together, and so how three or more ranks round a sum.
+            os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"  # each travels alone
     finally:
         # Horovod: connects all processes. Only then does each know whether it is rank 0, which prints UserErrors.
         hvd.init()

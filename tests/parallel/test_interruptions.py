@@ -134,6 +134,11 @@ REPLICAS = ("--global-batch-size", "48", "--num-microbatches", "2")
             ("apex", 3, ("--opt-level", "O2")),
             ("pipeline", 3, (*REPLICAS, "--stages", "1")),
             ("pipeline", 3, (*REPLICAS, "--split", "in-process")),
+            ("scratch", 3, ()),
+            ("fsdp", 3, ()),
+            ("context", 3, ("--context-parallel", "1")),
+            ("tensor", 3, ("--tensor-parallel", "1")),
+            ("horovod", 3, ("--compression", "none")),
         ),
     ],
 )
