@@ -275,6 +275,7 @@ def test_pods_differ_in_nothing_but_their_part():
     assert len(specs) == 8
     for key in ("securityContext", "tolerations", "terminationGracePeriodSeconds"):
         assert all(spec[key] == specs[0][key] for spec in specs)
+    assert specs[0]["terminationGracePeriodSeconds"] == 120
     containers = [one(spec) for spec in specs]
     assert all(container["securityContext"] == containers[0]["securityContext"] for container in containers)
     folders = {container["workingDir"] for container in containers if "args" in container}

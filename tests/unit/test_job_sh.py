@@ -749,6 +749,16 @@ def test_a_file_starts_the_recipe_of_its_name(file, name, words, recipe):
     assert " --kill-on-bad-exit=1 " in called, "all nodes end with the first that fails"
 
 
+def test_every_file_has_the_signal_two_minutes_before_the_time_limit_and_is_requeued():
+    """So do an elastic job and the tasks of an array; the doctor has nothing to save."""
+    wanted = r"^#SBATCH +(--signal=\S+|--(?:no-)?requeue)"
+    paths = sorted(ROOT.glob("slurm/*.sbatch"))
+    asked = {path.stem: re.findall(wanted, path.read_text(), re.MULTILINE) for path in paths}
+    assert asked.pop("doctor") == ["--no-requeue"]
+    assert len(asked) == 11
+    assert asked == {name: ["--signal=B:USR1@120", "--requeue"] for name in asked}
+
+
 def test_the_tasks_of_an_array_cannot_share_a_run(file):
     """With --resume auto, each would continue the run of another point of the grid."""
     with pytest.raises(AssertionError, match="error: --name is one run for all tasks; NAME=mine sbatch"):
