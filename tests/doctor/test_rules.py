@@ -23,6 +23,7 @@ import torch
 from recipes.common.errors import UserError
 from recipes.common.process.node import Node
 from recipes.common.process.ranks import Ranks
+from scripts.doctor import __main__ as doctor
 from scripts.doctor import collectives, folder, kernel_log, network, node, rendezvous, report, torch_facts
 from scripts.doctor.case import Case, Finding
 from scripts.doctor.collectives_job import read as read_rank
@@ -825,3 +826,33 @@ def test_a_gpu_is_timed_until_its_clock_has_risen(monkeypatch):
     monkeypatch.setattr(torch_facts.time, "perf_counter", clock)
     monkeypatch.setattr(torch.cuda, "synchronize", waits)
     assert torch_facts.speed(torch.device("cpu")) == pytest.approx(0.02, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "share", "skipped", "end_s"),
+    [
+        (3, 0.3, [], 70),
+        (3, 0.9, ["peers", "ranks"], 114),
+        (3, 1, ["see", "peers"], 110),
+        (1, 1, ["write", "see", "peers"], 9),  # --quick of a health check
+    ],
+)
+def test_an_examination_ends_in_time_and_names_what_it_has_left_out(monkeypatch, nodes, share, skipped, end_s):
+    """Nodes take this share of the time that each order allows; with all of it, they have not answered."""
+    now, case, known = [0.0], Case(nodes), healthy(nodes)
+    answers = {"facts": known.facts, "write": known.written, "peers": known.peers, "ranks": known.ranks}
+    answers["see"] = {rank: {"seen": seen} for rank, seen in known.seen.items()}
+    for own in known.facts.values():
+        own["echo_port"] = 4000
+
+    def ask_all(order, timeout_s, keys):
+        now[0] += share * timeout_s
+        return answers[order["do"]] if share < 1 else {}
+
+    monkeypatch.setattr(doctor, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(doctor.local, "free_port", lambda address: 29500)
+    args = types.SimpleNamespace(quick=nodes == 1, timeout_s=60)
+    doctor.examine(case, types.SimpleNamespace(ask_all=ask_all), args)
+    assert case.skipped == skipped
+    assert end_s - 1 < now[0] <= end_s
+    assert bool(case.ranks) == (skipped == [])

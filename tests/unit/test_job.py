@@ -107,6 +107,16 @@ class TestJob:
         loop.save_checkpoint(job, SimpleNamespace(gather_state=None))
         assert seen == expected
 
+    def test_ranks_wait_for_a_checkpoint_as_long_as_a_slow_disk_takes(self):
+        """A million weights of 4 bytes and their two moments are 12 MB: 1.2 s at 10 MB/s."""
+        job, waited_s = tiny_job("--timeout-s", "8"), []
+        job.model = torch.nn.Linear(1000, 1000, bias=False)
+        assert job.disk_s == 3 * 4e6 / 10e6
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jobs, "wait_for_all", lambda wait, peers, *bounds_s: waited_s.extend(bounds_s))
+            job.wait_for_checkpoint()
+        assert waited_s == [8, 1.2]
+
     @pytest.mark.parametrize(("log_every", "steps"), [("1000", [2, 3]), ("1", [1, 2, 3])])
     def test_a_gpu_is_asked_for_a_bad_step_before_what_is_logged_or_saved(self, log_every, steps):
         job, asked = tiny_job("--epochs", "4", "--log-every", log_every, "--checkpoint-every", "2"), []

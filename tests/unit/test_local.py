@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from recipes.common.errors import UserError
+from recipes.common.options import Options
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import local
 from scripts.launch.command import temporary_folder
@@ -70,7 +71,12 @@ def test_lines_that_look_like_refusals_are_printed_when_a_job_is_stopped(monkeyp
 
 @pytest.mark.parametrize(
     ("options", "is_script", "expected"),
-    [([], False, 660), (["--timeout-s", "20"], False, 100), (["--timeout-s=soon"], False, 60), ([], True, 60)],
+    [
+        ([], False, 60 + 2 * Options.timeout_s),
+        (["--timeout-s", "20"], False, 100),
+        (["--timeout-s=soon"], False, 60),
+        ([], True, 60),
+    ],
 )
 def test_a_recipe_may_end_its_step_after_a_stop_signal(monkeypatch, options, is_script, expected):
     """A step of many passes takes longer than a minute; if a rank hangs, the recipe ends by itself."""
