@@ -23,13 +23,19 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
+    RendezvousTimeoutError,
     api,
     dynamic_rendezvous,
 )
 
 from recipes.common.errors import UserError
 from recipes.common.process.node import OOM_KILLS_BEFORE, Failure, Node
-from recipes.common.process.rendezvous_errors import MissingStoreError, PortTakenError, port_taken_error
+from recipes.common.process.rendezvous_errors import (
+    MissingNodeError,
+    MissingStoreError,
+    PortTakenError,
+    port_taken_error,
+)
 from recipes.common.watch.timeouts import HANG_STATUS
 from scripts.launch import elastic, local, rank_processes, rejoin, stuck, torch_agent
 from scripts.launch.command import NOT_ELASTIC
@@ -147,6 +153,7 @@ def test_many_nodes_beat_less_often(nnodes, beat_s, silence_s):
     assert elastic.beat_interval_s(nnodes) == beat_s
     handler = SimpleNamespace(settings=SimpleNamespace(max_nodes=nnodes))
     assert elastic.Handler.silence_s(handler) == silence_s
+    assert silence_s > elastic.STORE_SILENCE_S * elastic.BEAT_S, "a lost node has ended its ranks by then"
 
 
 def test_a_node_whose_writes_come_too_late_waits_before_the_next(monkeypatch):
@@ -199,6 +206,7 @@ def test_a_node_joins_the_next_round(nodes):
     a, b = nodes(2, max_nodes=3)
     a._settings.timeout.is_first = b._settings.timeout.is_first = lambda: False  # no wait for a third
     assert join(a, b) == ([0, 1], 2)
+    begun_s = a._begun_s
     [c] = nodes(1)
     with ThreadPoolExecutor(1) as pool:
         newcomer = pool.submit(c.next_rendezvous)
@@ -212,6 +220,7 @@ def test_a_node_joins_the_next_round(nodes):
         assert newcomer.result().world_size == 3
     assert not b.is_stopping(), "in the next round"
     assert not a._newcomers_since_s, "the next newcomer waits for others, too"
+    assert begun_s < a._begun_s > time.monotonic() - 5, "and until this round has run a while"
 
 
 def test_a_surplus_node_says_that_it_waits_and_takes_the_place_of_one_that_leaves(nodes, capsys):
@@ -283,6 +292,14 @@ def test_the_first_round_waits_for_missing_nodes(nodes, monkeypatch):
         assert not any(future.done() for future in first)
         assert c.next_rendezvous().world_size == 3
         assert {future.result().world_size for future in first} == {3}
+
+
+def test_too_few_nodes_are_waited_for_no_longer_than_the_bound(nodes):
+    [a] = nodes(1, min_nodes=2, timeout_s=1)
+    begun = time.monotonic()
+    with pytest.raises(RendezvousTimeoutError):
+        a.next_rendezvous()
+    assert 1 <= time.monotonic() - begun < 8
 
 
 def test_a_beat_touches_no_disk(nodes, monkeypatch):
@@ -837,11 +854,19 @@ def test_no_end_of_a_rank_is_taken_for_that_of_its_agent(monkeypatch, capsys, en
     assert was_restarted is (not is_closed and ended != 2)
 
 
+def test_too_few_nodes_are_one_line(monkeypatch):
+    handler = FakeHandler()
+    agent = SimpleNamespace(failures=None, run=Mock(side_effect=RendezvousTimeoutError), handler=handler)
+    with pytest.raises(MissingNodeError, match=r"^fewer than 1 nodes \(MIN_NODES\) within 3 s; .*--resume auto"):
+        run_agent(monkeypatch, agent)
+    assert handler.shutdown.called
+
+
 def run_agent(monkeypatch, agent):
-    """Run an agent as a node does; return its status."""
-    handler = agent.handler
+    """Run an agent as a node does; return its status. Another thread watches the store meanwhile."""
+    handler, is_watched = agent.handler, threading.Event()
     handler.shutdown = Mock()
-    handler.watch_store = lambda give_up: None
+    handler.watch_store = lambda give_up: is_watched.set()
     handler.notes.compare_set = lambda key, expected, wanted: wanted.encode()
     monkeypatch.setattr(elastic, "install", lambda: None)
     monkeypatch.setattr(rank_processes, "announce_stop", None)
@@ -849,7 +874,10 @@ def run_agent(monkeypatch, agent):
     monkeypatch.setattr(elastic, "create_handler", lambda *_: handler)
     monkeypatch.setattr(elastic, "worker_spec", lambda *_, **__: None)
     monkeypatch.setattr(elastic, "Agent", lambda *_: agent)
-    return elastic.run(Node(2, 0, 1, "n1", 7, rdzv_timeout_s=3), "ddp", [], "logs")
+    try:
+        return elastic.run(Node(2, 0, 1, "n1", 7, rdzv_timeout_s=3), "ddp", [], "logs")
+    finally:
+        assert is_watched.wait(20)
 
 
 AGENT = """
