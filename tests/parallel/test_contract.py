@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from recipes.common.data import load_data
@@ -487,6 +488,19 @@ def test_only_plain_batch_norm_warns_that_losses_depend_on_the_ranks(tmp_path):
     assert "with --batchnorm-group 32 they are the same" in plain.outputs[0]
     _, grouped = launch("ddp", 2, tmp_path / "grouped", *argv, "--batchnorm-group", "32")
     assert "warning" not in grouped.text
+
+
+def dropping(data):
+    """Return a model with dropout."""
+    return nn.Sequential(nn.Flatten(), nn.Dropout(0.1), nn.Linear(data.image_size**2, data.num_classes))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_dropout_warns_that_losses_depend_on_the_ranks(tmp_path, world_size):
+    argv = ("--model", "tests.parallel.test_contract:dropping", *DIGITS, "--max-steps", "1")
+    _, outcome = launch("ddp", world_size, tmp_path, *argv)
+    said = "warning: dropout draws other numbers on each rank, so losses depend on the number of processes"
+    assert outcome.text.count(said) == outcome.text.count("warning") == world_size - 1
 
 
 # ---- bytes on the wire

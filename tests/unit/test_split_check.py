@@ -22,6 +22,16 @@ def test_rounding_and_equal_infinities_are_the_same():
     check("bf16", weight=[3.2, 4.0])
 
 
+@pytest.mark.parametrize(("amp", "same", "other"), [("none", 0.008, 0.012), ("bf16", 0.09, 0.12)])
+def test_how_much_may_differ(amp, same, other):
+    """The norm of the output is 1, that of the gradient 5."""
+    check(amp, output=[1 + same, -torch.inf], weight=[3 + 5 * same, 4.0])
+    with refused("it returns other values than whole"):
+        check(amp, output=[1 + other, -torch.inf])
+    with refused("it has another gradient of weight than whole"):
+        check(amp, weight=[3 + 5 * other, 4.0])
+
+
 @pytest.mark.parametrize(
     "weight", [[3.2, 4.0], [0.0, 0.0], [3.0, torch.nan], [3.0, torch.inf], [3.0, 4.0, 5.0]], ids=str
 )
