@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -770,6 +771,33 @@ def test_an_echo_outlives_a_lack_of_files():
         end.close()
 
 
+def test_an_echo_answers_only_who_knows_the_word():
+    answering = echo.Echo("127.0.0.1", "the word")
+    greeting = bytes(echo.GREETING_BYTES)
+    for word, answer in (("the word", echo.MAC_BYTES), ("another", 0)):
+        with socket.create_connection(("127.0.0.1", answering.port), timeout=20) as client:
+            client.sendall(greeting + echo.mac(word, greeting))
+            assert len(client.recv(echo.MAC_BYTES)) == answer
+    answering.close()
+
+
+def test_an_echo_that_does_not_know_the_word_is_another_program():
+    """It greets with a proof of another word."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def pretend():
+        connection, _ = server.accept()
+        with connection:
+            greeting = echo.read_exactly(connection, echo.GREETING_BYTES + echo.MAC_BYTES)
+            connection.sendall(echo.mac("another", greeting))
+            connection.recv(1)  # until the other side has closed
+
+    threading.Thread(target=pretend, daemon=True).start()
+    found = echo.try_port("127.0.0.1", server.getsockname()[1], "the word", size=0)
+    assert found == {"stage": "greet", "why": "another program answers"}
+    server.close()
+
+
 def test_nodes_that_are_killed_at_the_bound_are_not_called_failed(monkeypatch, capfd):
     """This holds even if they are dead before the launcher looks at them again."""
     monkeypatch.setattr(local, "STOP_GRACE_S", 0.0)
@@ -821,6 +849,20 @@ def test_a_volume_that_is_not_this_users_is_one_line(monkeypatch, tmp_path):
         script.check_job()
     with refused(words), as_user_error("make", tmp_path):
         raise refusal
+
+
+def test_where_a_script_runs_and_writes_by_default(monkeypatch, tmp_path):
+    """`make` calls its launcher in this repository."""
+    for name in ("WORKDIR", "RUNS_DIR"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.chdir(tmp_path)
+    assert (script.read_workdir(), script.runs_dir()) == (tmp_path, ROOT / "runs")
+    for name in ("WORKDIR", "RUNS_DIR"):
+        monkeypatch.delenv(name)
+    assert (script.read_workdir(), script.runs_dir()) == (tmp_path, ROOT / "runs")
+    shown = "import os, sys; print(os.getcwd())"
+    start = Command(str(ROOT / "scripts/dev/python.sh"), "-c", shown, cwd=tmp_path, PYTHON=sys.executable)
+    assert start.wait(check=True).stdout == f"{ROOT}\n"
 
 
 @pytest.mark.parametrize("name", ["", "mine"])
