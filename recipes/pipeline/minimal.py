@@ -105,7 +105,7 @@ def main() -> None:
             print(f"epoch {epoch + 1} test_loss {test_loss:.8f} test_accuracy {accuracy:.4f}")
         # Pipeline: gathers the weights and the momentum of all stages of a replica in main memory, here 170 KB.
         own = get_state_dict(part, optimizer, options=in_main_memory) if args.checkpoint else None
-        dist.all_gather_object(states := [None] * args.stages, own, group=pp)
+        dist.all_gather_object(states := [own] * args.stages, own, group=pp)
         if rank == 0 and args.checkpoint:
             torch.save({"epoch": epoch + 1, "accuracy": accuracy, "states": states}, f"{args.checkpoint}.tmp")
             os.replace(f"{args.checkpoint}.tmp", args.checkpoint)

@@ -42,7 +42,7 @@ OTHERS_FLAGS = {
     *("--kill-on-bad-exit", "--list-reasons", "--mem-bind", "--mpi", "--ntasks-per-node", "--signal"),
     *("--shm-size", "--chmod", "--zstd", "--max-count"),  # docker, Dockerfiles, tar, grep
     *("--junit-xml", "--require-hashes", "--logdir"),  # pytest, pip, tensorboard
-    *("--batch-size", "--checkpoint", "--out"),  # a user's script
+    *("--batch-size", "--checkpoint", "--gradient", "--out"),  # a user's script
 }
 """Flags in the documents of programs that are not ours."""
 
