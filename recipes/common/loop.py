@@ -172,9 +172,9 @@ def begin_run(
 
 
 def short_run(job: Job) -> str:
-    """Return a warning if the run ends within its warm-up, else ""."""
+    """Return a warning if the run is new and ends within its warm-up, else ""."""
     warmup, total = job.warmup_steps, job.total_steps
-    if warmup < total:
+    if warmup < total or job.position.step:
         return ""
     what = f"the run ends after {total} steps, within the warm-up of {warmup}"
     return f"warning: {what}, so the learning rate stays below --lr; give --warmup-steps {total // 10}"

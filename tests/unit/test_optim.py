@@ -264,5 +264,8 @@ class TestLearningRate:
         """An epoch has 3 steps."""
         assert short_run(tiny_job(*argv.split())).endswith(f"stays below --lr; give --warmup-steps {fix}")
 
-    def test_a_warm_up_that_ends_is_not_warned_of(self):
-        assert not short_run(tiny_job("--max-steps", "101"))
+    @pytest.mark.parametrize(("steps", "done"), [(101, 0), (50, 10)])
+    def test_a_warm_up_that_ends_or_a_run_that_continues_is_not_warned_of(self, steps, done):
+        job = tiny_job("--max-steps", str(steps))
+        job.position.step = done
+        assert not short_run(job)

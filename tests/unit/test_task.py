@@ -116,14 +116,14 @@ class TestText:
     def test_the_standard_library_is_there_by_default(self):
         args = options(["--data", "text"])
         assert (args.data_dir, args.model, args.optimizer) == (STANDARD_LIBRARY, "gpt-tiny", "adamw")
-        assert (args.epochs, args.max_steps) == (1, 300)
+        assert (args.epochs, args.max_steps) == (None, 300)
         data = load_data(args, CPU, print)
         assert len(data.train) * 128 > 5e6
         assert len(data.test) * 128 > TEST_SHARE * len(data.train) * 128 / 2
 
     @pytest.mark.parametrize(
         ("argv", "epochs", "steps"),
-        [("--epochs 3", 3, None), ("--max-steps 7", 1, 7), ("--epochs 3 --max-steps 7", 3, 7)],
+        [("--epochs 3", 3, None), ("--max-steps 7", None, 7), ("--epochs 3 --max-steps 7", 3, 7)],
     )
     def test_a_length_that_is_given_wins(self, argv, epochs, steps):
         args = options(["--data", "text", *argv.split()])
