@@ -155,7 +155,8 @@ def render(request: Request) -> list[dict[str, Any]]:
     rename(documents, documents[-1]["metadata"]["name"], request.name)
     job = documents[-1]["spec"]
     containers = [template["spec"]["containers"][0] for template in pod_templates(documents)]
-    restarts = max(RESTARTS, math.ceil(request.nodes * (request.gpus or 1) * MONTH_HOURS / MTBF_GPU_HOURS))
+    gpus = most_gpus(documents) if request.gpus is None else request.gpus
+    restarts = max(RESTARTS, math.ceil(request.nodes * max(1, gpus) * MONTH_HOURS / MTBF_GPU_HOURS))
     set_nodes(request.nodes, job, containers, restarts)
     set_restarts(restarts, documents)
     if request.gpus is not None:
@@ -246,6 +247,13 @@ def set_env(container: dict[str, Any], name: str, value: str) -> None:
         if variable["name"] == name:
             variable.pop("valueFrom", None)
             variable["value"] = value
+
+
+def most_gpus(tree: Any) -> int:
+    """Return the largest number of GPUs of a container."""
+    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    own = int(tree.get(GPU, 0)) if isinstance(tree, dict) else 0
+    return max([own, *map(most_gpus, values)])
 
 
 def set_restarts(restarts: int, tree: Any) -> None:

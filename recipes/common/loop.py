@@ -174,10 +174,13 @@ def begin_run(
 def short_run(job: Job) -> str:
     """Return a warning if the run is new and ends within its warm-up, else ""."""
     warmup, total = job.warmup_steps, job.total_steps
-    if warmup < total or job.position.step:
+    if warmup <= total or job.position.step:
         return ""
     what = f"the run ends after {total} steps, within the warm-up of {warmup}"
-    return f"warning: {what}, so the learning rate stays below --lr; give --warmup-steps {total // 10}"
+    epochs, fix = job.args.warmup_epochs, f"give --warmup-steps {total // 10}"
+    if epochs is not None:
+        fix = f"lower --warmup-epochs {epochs:g}"
+    return f"warning: {what}, so the learning rate stays below --lr; {fix}"
 
 
 def open_record(job: Job, reads_shards: bool) -> tuple[bool, Content | None]:

@@ -275,8 +275,8 @@ class TrainingOptions(DataOptions):
     lr: float = option(
         0.02,
         positive_float,
-        "peak learning rate; default with adamw: 0.004 for gpt-tiny, 0.0006 for gpt-small, 0.0003 for gpt-medium, "
-        "0.0002 for gpt-xl, otherwise 0.001",
+        "peak learning rate; default with adamw, or with your own optimizer for text: 0.004 for gpt-tiny, "
+        "0.0006 for gpt-small, 0.0003 for gpt-medium, 0.0002 for gpt-xl, otherwise 0.001",
     )
     scale_lr: bool = switch("linear scaling rule: --lr is for 256 samples, use lr * global_batch_size / 256")
     momentum: float = option(0.9, fraction, "momentum of sgd", "X")
@@ -464,7 +464,10 @@ def parse(kind: type[T], recipe: str, doc: str | None, argv: Sequence[str] | Non
     if config := getattr(found, "config", None):
         from recipes.common.config_file import config_to_argv  # importing PyYAML takes 20 ms
 
-        words = [*config_to_argv(config, parser.flags()), *words]
+        from_file = config_to_argv(config, parser.flags())
+        if any(word.startswith("--warmup-") for word in words):  # in steps or epochs: it replaces the file's
+            from_file = [word for word in from_file if not word.startswith("--warmup-")]
+        words = [*from_file, *words]
         found = parser.parse_words(words)
     if issubclass(kind, Options):
         found = fill_defaults(parser, words, found)
@@ -485,7 +488,7 @@ def fill_defaults(parser: Parser, words: Sequence[str], found: argparse.Namespac
         parser.set_defaults(channels_last=False)  # your code may need torch's own layout, as tensor.view() does
     elif found.model not in OWN_MODELS and found.optimizer == "sgd":
         parser.set_defaults(weight_decay=TORCHVISION_WEIGHT_DECAY)
-    if found.optimizer == "adamw":
+    if found.optimizer == "adamw" or (found.data in TEXTS and is_user_code(found.optimizer)):
         parser.set_defaults(lr=ADAMW_LR.get(found.model, OTHER_ADAMW_LR))
     found = parser.parse_words(words)
     if found.epochs is None and found.max_steps is None:

@@ -1,5 +1,7 @@
 """What faults cost a job: restarts, delays and ends by the controllers' counting and the manifests' numbers."""
 
+import json
+
 import pytest
 
 from k8s.manifest import KINDS, Request, load, render, set_restarts
@@ -63,6 +65,17 @@ def test_large_jobs_may_restart_as_often_as_they_are_expected_to_fail_in_30_days
     assert spec_for("mpijob")["runPolicy"]["backoffLimit"] == restarts + 1
     assert spec_for("pytorchjob-elastic")["elasticPolicy"]["maxRestarts"] == 100
     assert spec_for("doctor")["backoffLimit"] == 0
+
+
+@pytest.mark.parametrize("kind", ["indexed-job", "trainjob"])
+def test_a_large_job_may_have_its_gpus_from_the_file(monkeypatch, kind):
+    content = json.dumps(load(f"{kind}.yaml"))
+    assert '"nvidia.com/gpu": 1' in content
+    edited = content.replace('"nvidia.com/gpu": 1', '"nvidia.com/gpu": 8')
+    monkeypatch.setattr("k8s.manifest.load", lambda name: json.loads(edited))
+    rendered = json.dumps(render(Request(kind, "ddp", "mine", nodes=1024)))
+    limit = {"indexed-job": "backoffLimitPerIndex", "trainjob": "maxRestarts"}[kind]
+    assert f'"{limit}": 118' in rendered
 
 
 def test_an_edited_limit_of_restarts_stays():

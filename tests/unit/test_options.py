@@ -256,6 +256,8 @@ def test_objects_of_a_triton_that_lists_leaks_are_collected_at_the_end(monkeypat
         ("--data text", 0.004, 0.01),
         ("--data tokens --model gpt-xl", 0.0002, 0.01),
         ("--data text --optimizer sgd", 0.02, 0.01),
+        ("--data text --optimizer mine:opt", 0.004, 0.01),
+        ("--optimizer mine:opt", 0.02, 0.01),
     ],
 )
 def test_default_rates_suit_the_model_and_the_optimizer(argv, lr, weight_decay):
@@ -278,6 +280,14 @@ def test_default_rates_suit_the_model_and_the_optimizer(argv, lr, weight_decay):
 )
 def test_a_run_is_as_long_as_its_options_say(argv, steps):
     assert single.options(argv.split()).total_steps(7) == steps
+
+
+@pytest.mark.parametrize(("argv", "steps"), [("", 11), ("--warmup-steps 9", 9), ("--warmup-epochs=2", 44)])
+@pytest.mark.parametrize("line", ["warmup-epochs: 0.5", "warmup-steps: 11"])
+def test_a_warm_up_on_the_command_line_replaces_the_files(tmp_path, line, argv, steps):
+    (tmp_path / "c.yaml").write_text(line)
+    args = single.options(["--config", str(tmp_path / "c.yaml"), *argv.split()])
+    assert args.total_warmup_steps(22) == steps
 
 
 @pytest.mark.parametrize(("argv", "steps"), [("", 100), ("--warmup-steps 9", 9), ("--warmup-epochs 0.5", 11)])

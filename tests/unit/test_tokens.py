@@ -115,6 +115,12 @@ def test_wider_tokens_are_refused(folder, kind, argv, said):
         load(folder, *argv)
 
 
+@pytest.mark.parametrize("tokens", [[50256] + 200 * [0], 50 * [50256, 0]], ids=["padding", "separators"])
+def test_a_token_among_zeros_is_no_wider_one(folder, tokens):
+    write(folder / "val.bin", tokens, np.uint16)
+    assert load(folder).test.dataset.files[0].num_tokens == len(tokens)
+
+
 def test_the_half_of_a_file_is_no_part_of_another_word(folder):
     for name in ("retrieval_train.bin", "pretrain_val.bin", "interval.bin", "webtext.train.000.bin"):
         write(folder / name, range(100, 105))
