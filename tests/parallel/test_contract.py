@@ -481,7 +481,7 @@ def test_a_smooth_resnet18_has_one_curve_in_float32(train):
 
 
 def test_only_plain_batch_norm_warns_that_losses_depend_on_the_ranks(tmp_path):
-    argv = ("--model", "norm", *DIGITS, "--max-steps", "1")
+    argv = ("--model", "norm", *DIGITS, "--max-steps", "1", "--warmup-steps", "0")
     said = "warning: batch norm normalises each of 2 parts of the batch by itself, so losses depend on the number"
     _, plain = launch("ddp", 2, tmp_path / "plain", *argv)
     assert plain.text.count(said) == 1
@@ -498,7 +498,7 @@ def dropping(data):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_dropout_warns_that_losses_depend_on_the_ranks(tmp_path, world_size):
     argv = ("--model", "tests.parallel.test_contract:dropping", *DIGITS, "--max-steps", "1")
-    _, outcome = launch("ddp", world_size, tmp_path, *argv)
+    _, outcome = launch("ddp", world_size, tmp_path, *argv, "--warmup-steps", "0")
     said = "warning: dropout draws other numbers on each rank, so losses depend on the number of processes"
     assert outcome.text.count(said) == outcome.text.count("warning") == world_size - 1
 

@@ -197,8 +197,8 @@ def test_a_full_disk_in_single(tmp_path):
 
 
 def test_a_metrics_file_that_cannot_grow_ends_all_ranks(tmp_path):
-    argv = ("--global-batch-size", "16", "--max-steps", "60")  # an epoch has 89 steps
-    outcome = start_run("ddp", tmp_path, 2, *argv, file_limit_bytes=5000).wait()
+    argv = ("--global-batch-size", "16", "--max-steps", "80")  # an epoch has 89 steps
+    outcome = start_run("ddp", tmp_path, 2, *argv, file_limit_bytes=6500).wait()
     assert_refused(outcome, "metrics.jsonl: File too large")
 
 
