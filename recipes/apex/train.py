@@ -91,7 +91,9 @@ class TorchAmp:
         if args.deterministic:
             settle_buckets(self.ddp, data, world.device)
         if args.compile:
-            self.working.compile(mode=args.compile_mode)  # DDP: not the wrapper, as in recipes/ddp
+            from recipes.common.compiled_code import compile_forward
+
+            compile_forward(self.working, args)  # DDP: not the wrapper, as in recipes/ddp
         self.eval_model = self.ddp  # DDP: exchanges nothing without gradients
         self.summary = summarise(args, "torch.amp", self.half, is_scaled, why)
 

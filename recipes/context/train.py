@@ -113,7 +113,9 @@ def wrap(
     if args.deterministic:
         settle_buckets(ddp, data, world.device, lambda inputs: own_sequence(inputs, cp))
     if args.compile:
-        model.compile(mode=args.compile_mode)  # DDP: not the wrapper, as in recipes/ddp
+        from recipes.common.compiled_code import compile_forward
+
+        compile_forward(model, args)  # DDP: not the wrapper, as in recipes/ddp
     return ddp
 
 

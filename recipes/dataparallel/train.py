@@ -60,7 +60,9 @@ def wrap(model: nn.Module, args: Options, devices: list[torch.device]) -> nn.Mod
     elif args.compile:
         raise UserError("--compile: replicas would all run the code of the first; drop it or use RECIPE=ddp")
     if args.compile:
-        model.compile(mode=args.compile_mode)
+        from recipes.common.compiled_code import compile_forward
+
+        compile_forward(model, args)
     inner = Autocast(model, args, devices[0])
     if devices[0].type == "cpu":
         return inner  # DataParallel would use all GPUs, even with --device cpu

@@ -89,9 +89,11 @@ def wrap(model: nn.Module, args: DDPOptions, world: World, data: Data) -> Distri
 
         run_on_all_ranks(lambda: compress_gradients(ddp, args.grad_compression, args.powersgd_rank), world)
     if args.compile:
-        # DDP: not ddp.compile(), which compiles nothing of an nn.Sequential. When DDP calls the model, torch cuts
-        # the graph at the buckets, so that their exchange still overlaps with backward.
-        model.compile(mode=args.compile_mode)
+        from recipes.common.compiled_code import compile_forward
+
+        # DDP: not the wrapper: torch would compile nothing of an nn.Sequential in it. When DDP calls the model,
+        # torch cuts the graph at the buckets, so that their exchange still overlaps with backward.
+        compile_forward(model, args)
     return ddp
 
 

@@ -137,7 +137,9 @@ def wrap(model: nn.Module, args: HorovodOptions, world: World) -> Any:
         fix = "make it so" if "contiguous" in str(error) else "use another dtype"
         raise UserError(f"{what}; {fix}, or RECIPE=ddp") from None
     if args.compile:
-        model.compile(mode=args.compile_mode)
+        from recipes.common.compiled_code import compile_forward
+
+        compile_forward(model, args)
     optimizer = build_optimizer(args, model, world)
     if is_user_code(args.optimizer):
         check_copy(optimizer, args)

@@ -141,7 +141,9 @@ def wrap(model: nn.Module, args: ScratchOptions, world: World) -> nn.Module:
     # makes sure.
     get_params(model.parameters(), world)
     if args.compile:
-        model.compile(mode=args.compile_mode)
+        from recipes.common.compiled_code import compile_forward
+
+        compile_forward(model, args)
     return model
 
 

@@ -33,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     alone = Peers(device)
     data, model = load_data_and_model(args, "single", alone, stop)
     if args.compile:
-        model.compile(mode=args.compile_mode)
+        from recipes.common.compiled_code import compile_forward
+
+        compile_forward(model, args)
     optimizer, scaler = build_optimizer(args, model, alone), build_scaler(args, device)
     job = Job(args, "single", data, alone, model, optimizer, scaler, stop)
 

@@ -99,7 +99,9 @@ def wrap(model: nn.Module, data: Data, args: TensorOptions, world: World, mesh: 
         # Tensor: parameters in no block are gathered before forward, and kept until backward has ended.
         shard_blocks(model, args, mesh=mesh["dp"])
     elif args.compile:
-        model.compile(mode=args.compile_mode)
+        from recipes.common.compiled_code import compile_forward
+
+        compile_forward(model, args)
     return packed
 
 

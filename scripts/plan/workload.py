@@ -206,10 +206,10 @@ def timed_step(args: Options, kind: Kind, samples: int, device: torch.device) ->
         inputs = inputs.contiguous(memory_format=torch.channels_last)
         model.to(memory_format=torch.channels_last)
     if args.compile:
-        from recipes.common.compiled_code import check_compiler
+        from recipes.common.compiled_code import check_compiler, compile_forward
 
         check_compiler(device)
-        model.compile(mode=args.compile_mode)
+        compile_forward(model, args)
     choose_kernels(args)
 
     def now() -> float:

@@ -50,13 +50,14 @@ def shard_blocks(model: nn.Module, args: Options, **settings: Any) -> FSDPModule
         taken.update(module.parameters())
     for norm in own_norms:
         fully_shard(norm, mp_policy=precision(replace(args, amp="none")), **settings)  # fp32 statistics need that
-    if args.compile:  # torch counts the graphs of all blocks of a class together
+    if args.compile:
+        from recipes.common.compiled_code import compile_forward
+
+        # Torch counts the graphs of all blocks of a class together.
         torch._dynamo.config.recompile_limit = MOST_GRAPHS * max(1, len(chosen))
     for block in chosen:
         if args.compile:
-            # Not block.compile(), which includes FSDP's hooks. Torch does not trace them, and what then remains is
-            # traced only in a forward() outside of torch: nothing of an nn.Linear or nn.Sequential.
-            block.forward = torch.compile(block.forward, mode=args.compile_mode)
+            compile_forward(block, args)
         block.register_forward_hook(copy_views)
         watch_frozen(block, names)
         fully_shard(block, mp_policy=precision(args), **settings)
