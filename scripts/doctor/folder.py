@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +44,8 @@ class RunsFolder:
     def __init__(self, runs_dir: Path, secret: str, rank: int) -> None:
         self.runs_dir, self.secret, self.rank = runs_dir, secret, rank
         self.folder = runs_dir / f".doctor-{hashlib.sha256(secret.encode()).hexdigest()[:16]}"
-        self.is_writing = False
+        self.written, self.hangs = threading.Event(), False
+        self.written.set()
 
     def content(self, rank: int) -> bytes:
         """Return the content of a node's file."""
@@ -56,10 +58,11 @@ class RunsFolder:
 
     def write(self) -> str | None:
         """Write this node's file; return the reason if it could not be written, else None."""
-        self.is_writing = True
+        self.written.clear()
         try:
             return call_within(self._write, WRITE_S)
         except TimeoutError as error:
+            self.hangs = True
             return f"it hangs ({error})"
         except OSError as error:
             return error.strerror or str(error)
@@ -79,7 +82,7 @@ class RunsFolder:
             is_whole = path.read_bytes() == self.content(self.rank)
             return None if is_whole else "it reads other bytes than were written"
         finally:
-            self.is_writing = False
+            self.written.set()
 
     def _append(self) -> str | None:
         """Append to a file, as records do; return the reason if the mount cannot (object stores')."""
@@ -141,6 +144,7 @@ class RunsFolder:
         """Remove the probe's folder, and folders older than STALE_S that earlier doctors could not remove."""
 
         def remove() -> None:
+            self.written.wait()  # at Ctrl-C, write() may still be at work in its thread
             now = time.time()
             with contextlib.suppress(OSError):  # by the clock that dates the others, which may be a server's
                 now = self.folder.stat().st_mtime
@@ -149,6 +153,7 @@ class RunsFolder:
                     if folder == self.folder or now - folder.stat().st_mtime > STALE_S:
                         shutil.rmtree(folder, ignore_errors=True)
 
-        if not self.is_writing:  # where write() still hangs, this would take the whole time limit again
-            with contextlib.suppress(TimeoutError):
-                call_within(remove, SMALL_S)
+        if self.hangs and not self.written.is_set():
+            return  # this would take the whole time limit again
+        with contextlib.suppress(TimeoutError):
+            call_within(remove, SMALL_S)

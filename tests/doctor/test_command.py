@@ -112,22 +112,24 @@ def test_a_port_that_is_taken(tmp_path):
     assert said in result.stdout
 
 
-HANG_IN_SEE = """
+STALL = """
 import sys, time
-def hang(event, args):
-    if event == "os.listdir" and "/.doctor-" in str(args[0]):
-        time.sleep(60)
-sys.addaudithook(hang)
+def stall(event, args):
+    if event == "{event}" and "/.doctor-" in str(args[0]):
+        open("{reached}", "w").close()
+        time.sleep({seconds})
+sys.addaudithook(stall)
 """
 
 
 @pytest.mark.parametrize(("words", "said"), [((), ""), (("--nodes", "1"), "interrupted\n")])
-def test_ctrl_c_takes_effect_at_once_and_leaves_nothing_in_the_runs_folder(tmp_path, words, said):
-    (tmp_path / "sitecustomize.py").write_text(HANG_IN_SEE)
-    runs = tmp_path / "runs"
+@pytest.mark.parametrize(("event", "seconds"), [("os.rename", 1), ("os.listdir", 60)], ids=["write", "see"])
+def test_ctrl_c_takes_effect_at_once_and_leaves_nothing_in_the_runs_folder(tmp_path, words, said, event, seconds):
+    reached, runs = tmp_path / "reached", tmp_path / "runs"
+    (tmp_path / "sitecustomize.py").write_text(STALL.format(event=event, reached=reached, seconds=seconds))
     words = (*words, "--quick", "--runs-dir", str(runs))
     command = Command(*DOCTOR, *words, PYTHONPATH=str(tmp_path))
-    wait_until(lambda: list(runs.glob(".doctor-*/node-0")), 60, "the probe's file")
+    wait_until(reached.exists, 60, f"{event} in the probe's folder")
     os.killpg(command.process.pid, signal.SIGINT)
     result = command.wait(10)
     assert (result.status, result.stderr) == (130, said)
