@@ -27,8 +27,7 @@ from recipes.common.options import Options
 from recipes.common.process.node import shell_status
 from scripts.bench.commbench.options import BACKENDS
 from scripts.bench.figures import PARTS
-from scripts.launch.command import ROOT, check_names, check_recipe, gpus
-from scripts.launch.command import command as refusing
+from scripts.launch.command import ROOT, check_names, check_recipe, command, gpus
 
 VENV_PYTHON = ".venv/bin/python"
 
@@ -327,7 +326,7 @@ def drop_name_of_wsl() -> None:
         del os.environ["NAME"]
 
 
-@refusing
+@command
 def main(argv: list[str]) -> None:
     """Install what a target needs, then become its command."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while something is installed: no traceback
@@ -335,18 +334,18 @@ def main(argv: list[str]) -> None:
     drop_name_of_wsl()
     if os.environ.get("SCRIPT") and argv[0] not in ("run", "submit", "k8s", "same"):
         raise UserError("SCRIPT is for make run, submit, k8s and same; unset it")
-    command = TARGETS[argv[0]]()
+    chosen = TARGETS[argv[0]]()
     check_used(argv[0])
     if argv[0] in ("run", "submit"):
         os.environ["MAKE_LINE"] = make_line(argv[0])  # for the run's record
     for name in ("ARGS", "MAKEFLAGS"):  # hidden from a make that the command itself calls: a test, a build
         os.environ.pop(name, None)
-    if command.packages:
-        run_installer(["scripts/dev/setup.sh", command.packages])
+    if chosen.packages:
+        run_installer(["scripts/dev/setup.sh", chosen.packages])
         os.environ.pop("PYTHON", None)  # it chose the Python that makes .venv, whose own is used from here on
-    if command.needs_horovod:
+    if chosen.needs_horovod:
         run_installer(["scripts/horovod/build.sh", "--if-missing"])
-    os.execv(command.argv[0], command.argv)
+    os.execv(chosen.argv[0], chosen.argv)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ CLASSES, TRAIN, VAL = 3, 9, 4
 def make_images(folder: Path) -> Path:
     """Write a tree of small JPEG files of various sizes, with noise that differs by class; return its folder."""
     chance = random.Random(0)
-    for half, count in (("train", TRAIN), ("val", VAL)):
+    for split, count in (("train", TRAIN), ("val", VAL)):
         for number in range(CLASSES):
-            place = folder / half / f"class{number}"
+            place = folder / split / f"class{number}"
             place.mkdir(parents=True)
             for i in range(count):
                 size = chance.randrange(33, 60), chance.randrange(33, 60)

@@ -17,7 +17,7 @@ from recipes.common.data import Data
 from recipes.common.job import Job
 from recipes.common.loop import Check
 from recipes.common.optim import build_optimizer, optimizer_step, parameter_indices
-from recipes.common.parallel.buckets import settle_buckets
+from recipes.common.parallel.buckets import build_final_buckets
 from recipes.common.world.world import World
 
 
@@ -64,7 +64,7 @@ class ApexAmp:
         # longer, but allows parameters without a gradient.
         self.ddp = parallel.DistributedDataParallel(self.model, delay_allreduce=False)
         if args.deterministic:
-            settle_buckets(self.ddp, data, world.device)
+            build_final_buckets(self.ddp, data, world.device)
         self.eval_model = self.model  # Apex: the forward pass of its DDP prepares for a backward pass
         why = "--amp-backend apex" if args.amp_backend == "apex" else "apex.amp imports and there is a GPU"
         self.summary = summarise(args, "apex.amp", torch.float16, self.scaler.is_dynamic, why)

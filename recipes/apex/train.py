@@ -28,7 +28,7 @@ from recipes.common.job import Job
 from recipes.common.loop import Check, Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.optim import build_optimizer, optimizer_step
 from recipes.common.options import HOOKED, parse
-from recipes.common.parallel.buckets import check_complete, settle_buckets, wrap_in_ddp
+from recipes.common.parallel.buckets import build_final_buckets, check_complete, wrap_in_ddp
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
 from recipes.common.user_code import refusal
@@ -89,7 +89,7 @@ class TorchAmp:
         # AMP: gradients have the type of the weights: 4 bytes each under O0 and O1, 2 under O2 and O3.
         self.ddp = wrap_in_ddp(self.working, args, world.device)
         if args.deterministic:
-            settle_buckets(self.ddp, data, world.device)
+            build_final_buckets(self.ddp, data, world.device)
         if args.compile:
             from recipes.common.compiled_code import compile_forward
 

@@ -67,7 +67,7 @@ NOT_REPEATABLE = " does not have a deterministic implementation"
 """What torch says, after an operation's name, if --deterministic forbids the operation on this device."""
 
 
-def unrepeatable(said: str) -> str:
+def explain_unrepeatable(said: str) -> str:
     """Return the operation that --deterministic forbids, and the fix; "" if a message is not about that."""
     line = next((line for line in said.splitlines() if NOT_REPEATABLE in line), "")
     what = f"{line.split(NOT_REPEATABLE)[0]} has no deterministic implementation on this device"

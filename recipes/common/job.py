@@ -33,7 +33,7 @@ from recipes.common.world.agreement import (
     run_on_all_ranks,
     wait_for_all,
 )
-from recipes.common.world.peers import Peers, largest_part_bytes, own_part
+from recipes.common.world.peers import Peers, largest_part_bytes, local_tensor
 
 if TYPE_CHECKING:
     from recipes.common.profile import Profile
@@ -192,7 +192,7 @@ class Job:
             return
         state = {"model": self.model.state_dict(), **own}
         if is_sharded:
-            weights = [own_part(parameter) for parameter in self.model.parameters()]
+            weights = [local_tensor(parameter) for parameter in self.model.parameters()]
         else:
             weights = [state["model"][name] for name, _ in self.model.named_parameters()]
         is_sound = self.guard.is_sound(self.position.step, weights)

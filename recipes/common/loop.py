@@ -127,14 +127,14 @@ def load_data_and_model(
 
 def begin_run(
     job: Job,
-    own_part: Callable[[Any], Any] = lambda content: content,
+    keep_own: Callable[[Any], Any] = lambda content: content,
     own_shards: Callable[[Any], Any] | None = None,
 ) -> None:
     """Open the run's record on rank 0 and restore its checkpoint on all ranks; call it on all ranks.
 
-    `own_part` returns what this rank keeps of a checkpoint's content (default: all). `own_shards` sets, before
+    `keep_own` returns what this rank keeps of a checkpoint's content (default: all). `own_shards` sets, before
     tensors are sent, what this rank keeps of each: see broadcast_tree(). If it is given, the tensors of a sharded
-    checkpoint are not sent: own_part reads them from the files.
+    checkpoint are not sent: keep_own reads them from the files.
 
     Raises UserError if the record cannot be opened, or the checkpoint does not fit; or as gather_places().
     """
@@ -147,7 +147,7 @@ def begin_run(
         if content:
             from recipes.common.restore import restore
 
-            restore(job, own_part(content))
+            restore(job, keep_own(content))
 
     try:
         if resumes:

@@ -16,7 +16,7 @@ from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.models.models import build_model
 from recipes.common.optim import is_users, parameter_indices
-from recipes.common.world.peers import own_part
+from recipes.common.world.peers import local_tensor
 
 
 def restore(job: Job, content: dict[str, Any]) -> None:
@@ -130,7 +130,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
             # A fused kernel needs all tensors of a parameter in one memory format; the checkpoint's may differ.
             if not isinstance(value, Tensor) or value.shape != parameter.shape:
                 continue
-            if own_part(value).stride() != own_part(parameter).stride():
+            if local_tensor(value).stride() != local_tensor(parameter).stride():
                 values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
@@ -161,8 +161,8 @@ def class_change(before: Sequence[str] | None, now: Sequence[str] | None) -> str
 
 def data_change_warning(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Return a warning if the data differ from the checkpoint's, else ""; old versions did not record the data."""
-    halves = {half: old for half, old in before.items() if half != "classes"}
-    changed = [f"{half} is {now[half]} (was {old})" for half, old in halves.items() if now.get(half, old) != old]
+    splits = {name: old for name, old in before.items() if name != "classes"}
+    changed = [f"{name} is {now[name]} (was {old})" for name, old in splits.items() if now.get(name, old) != old]
     changed += filter(None, [class_change(before.get("classes"), now.get("classes"))])
     if not changed:
         return ""

@@ -17,7 +17,7 @@ import torch
 from recipes.common.options import Options
 
 
-def mix(*numbers: int) -> int:
+def hash_seed(*numbers: int) -> int:
     """Hash a few integers to 63 bits: close inputs give unrelated seeds (the mixer of splitmix64)."""
     state = 0
     for number in numbers:
@@ -33,7 +33,7 @@ def permutation(size: int, seed: int, epoch: int, block: int = 1) -> torch.Tenso
 
     Blocks of `block` samples stay together; the last block may be shorter.
     """
-    generator = torch.Generator().manual_seed(mix(seed, epoch))
+    generator = torch.Generator().manual_seed(hash_seed(seed, epoch))
     blocks = torch.randperm(-(-size // block), generator=generator)
     if block == 1:
         return blocks  # of 100 million samples, the lines below take twice the memory again, on each rank
@@ -55,8 +55,8 @@ def seed_step(seed: int, step: int, rank: int, devices: Iterable[torch.device]) 
     """
     for number, device in enumerate(devices):
         if device.type == "cuda":
-            torch.cuda.default_generators[device.index or 0].manual_seed(mix(seed, step, rank + number))
-    seed_all(mix(seed, step, rank))
+            torch.cuda.default_generators[device.index or 0].manual_seed(hash_seed(seed, step, rank + number))
+    seed_all(hash_seed(seed, step, rank))
 
 
 def choose_kernels(args: Options) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.common.arguments import is_user_code
-from recipes.common.errors import UserError, nearest, unrepeatable
+from recipes.common.errors import UserError, explain_unrepeatable, nearest
 from recipes.common.options import STANDARD_LIBRARY, Options
 from recipes.common.task import Task
 
@@ -255,7 +255,7 @@ def refusal(what: str, error: BaseException, fix: str = "fix it and start again"
     if isinstance(error, SyntaxError) and error.filename:
         places.append((error.filename, error.lineno))
     where = f" ({places[-1][0]}, line {places[-1][1]})" if places else ""
-    if text := unrepeatable(str(error)):
+    if text := explain_unrepeatable(str(error)):
         return UserError(f"{what}{where}: {text}")
     reason = " ".join(str(error).split())[:300]
     return UserError(f"{what}: {type(error).__name__}: {reason}{where}; {fix}")

@@ -19,30 +19,30 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.nn.functional import scaled_dot_product_attention
 
-from recipes.common.models.attention import Divided
+from recipes.common.models.attention import SequenceSharding
 
 
-def division(mesh: DeviceMesh) -> Divided:
+def make_sequence_sharding(mesh: DeviceMesh) -> SequenceSharding:
     """Return how the ranks of a replica divide the sequences of a model that calls causal_attention()."""
-    return Divided(partial(attend, mesh), partial(own_positions, mesh))
+    return SequenceSharding(partial(attend, mesh), partial(own_positions, mesh))
 
 
 def take_whole_sequences(model: nn.Module, mesh: DeviceMesh) -> None:
     """Make a model whose attention is divided take whole sequences, and return all logits on every rank."""
-    model.register_forward_pre_hook(lambda _, inputs: (own_part(inputs[0], mesh, 1),))
+    model.register_forward_pre_hook(lambda _, inputs: (shard_sequence(inputs[0], mesh, 1),))
     model.register_forward_hook(lambda _, inputs, logits: gather_sequence(logits, mesh, 1))
 
 
-def own_part(whole: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+def shard_sequence(whole: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     """Return this rank's two chunks of the dimension that counts a sequence's positions: T -> T / N."""
     chunks, rank = whole.chunk(2 * mesh.size(), dim), mesh.get_local_rank()
     return torch.cat((chunks[rank], chunks[-1 - rank]), dim)
 
 
 def gather_sequence(part: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """Return the whole of what own_part() has divided, in order: T / N -> T; call it on all ranks of a replica.
+    """Return the whole of what shard_sequence() has divided, in order: T / N -> T.
 
-    The gradient of a part is the sum of all ranks' gradients of it.
+    The gradient of a part is the sum of all ranks' gradients of it. Call it on all ranks of a replica.
     """
     # Context: an all-gather, (N-1)/N of the whole's bytes; in backward, a reduce-scatter of as many.
     whole = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
@@ -52,7 +52,7 @@ def gather_sequence(part: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
 
 def own_positions(mesh: DeviceMesh, length: int, device: torch.device | None) -> Tensor:
     """Return the places in the whole sequence of this rank's positions, `length` of them."""
-    return own_part(torch.arange(mesh.size() * length, device=device), mesh, 0)
+    return shard_sequence(torch.arange(mesh.size() * length, device=device), mesh, 0)
 
 
 def attend(mesh: DeviceMesh, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:

@@ -25,20 +25,20 @@ from recipes.common.data import Batch, Data, Split
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
-from recipes.common.models.attention import sequences
+from recipes.common.models.attention import use_sequence_sharding
 from recipes.common.models.models import GPT_NAMES, GPTS
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import TEXTS, Options, check_processes, nearest_multiples, parse
 from recipes.common.parallel import sharding
 from recipes.common.parallel.block_shards import finish_gathers, kept_attributes, shard_blocks
-from recipes.common.parallel.buckets import default_bucket_mb, settle_buckets, wrap_in_ddp
+from recipes.common.parallel.buckets import build_final_buckets, default_bucket_mb, wrap_in_ddp
 from recipes.common.parallel.groups import flat_mesh, grid_mesh
 from recipes.common.parallel.same_use import SameUse
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
 from recipes.common.world.agreement import check_same_weights, run_on_all_ranks, shard
 from recipes.common.world.world import World, train_as_rank
-from recipes.context.attention import division, own_part, take_whole_sequences
+from recipes.context.attention import make_sequence_sharding, shard_sequence, take_whole_sequences
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def wrap(
     # Backward averages a bucket of them over all ranks while the layers before it are still computing.
     ddp = wrap_in_ddp(model, args, world.device, bucket_cap_mb=default_bucket_mb(world.device))
     if args.deterministic:
-        settle_buckets(ddp, data, world.device, lambda inputs: own_sequence(inputs, cp))
+        build_final_buckets(ddp, data, world.device, lambda inputs: own_sequence(inputs, cp))
     if args.compile:
         from recipes.common.compiled_code import compile_forward
 
@@ -121,7 +121,7 @@ def wrap(
 
 def own_sequence(tensor: Tensor, cp: DeviceMesh) -> Tensor:
     """Return this rank's part of sequences (B, T), or all of any samples if there is nothing to divide."""
-    return own_part(tensor, cp, 1) if cp.size() > 1 else tensor
+    return shard_sequence(tensor, cp, 1) if cp.size() > 1 else tensor
 
 
 def read_batches(cp: DeviceMesh, split: Split, shares: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
@@ -146,13 +146,13 @@ def train(args: ContextOptions, world: World, stop: Stop) -> None:
     # Context: a group for each row (the ranks of a replica: neighbours, best within a node) and each column.
     mesh = grid_mesh(args, world, args.context_parallel, ("dp", "cp"))
     dp, cp = mesh["dp"], mesh["cp"]
-    divided = division(cp) if cp.size() > 1 else None
-    if divided and is_user_code(args.model):
+    sequence_sharding = make_sequence_sharding(cp) if cp.size() > 1 else None
+    if sequence_sharding and is_user_code(args.model):
         from recipes.context.user_model import check_model
 
         with world.watch("model", computes=True):
-            check_model(model, data, args, cp, divided, world)
-    with sequences(divided), world.watch("model", computes=True), kept_attributes(model):
+            check_model(model, data, args, cp, sequence_sharding, world)
+    with use_sequence_sharding(sequence_sharding), world.watch("model", computes=True), kept_attributes(model):
         ddp = wrap(model, args, world, data, cp)
     module = ddp or model
     same_use = SameUse(module, args, world, stop)
@@ -208,7 +208,7 @@ def train(args: ContextOptions, world: World, stop: Stop) -> None:
         begin_run(job)
     if args.sharded_checkpoints:
         sharding.write_shards(job, world.with_own_group(args, job.write_s))
-    with sequences(divided):
+    with use_sequence_sharding(sequence_sharding):
         train_epochs(job, technique)
         if cp.size() > 1:
             take_whole_sequences(model, cp)

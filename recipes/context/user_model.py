@@ -8,12 +8,12 @@ from torch.distributed.tensor import DTensor, Partial
 
 from recipes.common.data import Data
 from recipes.common.errors import UserError
-from recipes.common.models.attention import Divided, sequences
+from recipes.common.models.attention import SequenceSharding, use_sequence_sharding
 from recipes.common.models.split_check import Pass, call_own, check_same_pass, one_pass, without_zeros
 from recipes.common.options import Options
 from recipes.common.world.agreement import run_on_all_ranks
 from recipes.common.world.peers import Peers
-from recipes.context.attention import own_part
+from recipes.context.attention import shard_sequence
 
 
 def check_data(args: Options, data: Data) -> None:
@@ -28,7 +28,7 @@ LONGEST = 1024
 
 
 def check_model(
-    model: nn.Module, data: Data, args: Options, cp: DeviceMesh, divided: Divided, peers: Peers
+    model: nn.Module, data: Data, args: Options, cp: DeviceMesh, sharding: SequenceSharding, peers: Peers
 ) -> None:
     """Raise UserError if a model's output or gradients for two samples are others once ranks divide the sequences.
 
@@ -45,12 +45,12 @@ def check_model(
         return DTensor.from_local(own / cp.size(), cp, [Partial()], run_check=False).full_tensor()
 
     def divided_pass() -> Pass:
-        own = own_part(inputs, cp, 1), own_part(targets, cp, 1)
-        with sequences(divided):
+        own = shard_sequence(inputs, cp, 1), shard_sequence(targets, cp, 1)
+        with use_sequence_sharding(sharding):
             return call_own(f"{what} fails", fix, lambda: one_pass(model, own, data.task, args, whole_gradient))
 
     with without_zeros(model):
         whole = run_on_all_ranks(lambda: one_pass(model, (inputs, targets), data.task, args), peers)
-        whole[""] = own_part(whole[""], cp, 1)
+        whole[""] = shard_sequence(whole[""], cp, 1)
         found = run_on_all_ranks(divided_pass, peers)
     run_on_all_ranks(lambda: check_same_pass(what, whole, found, args.amp, fix, fix), peers)

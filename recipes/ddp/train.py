@@ -23,7 +23,7 @@ from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, parse
-from recipes.common.parallel.buckets import check_complete, default_bucket_mb, settle_buckets, wrap_in_ddp
+from recipes.common.parallel.buckets import build_final_buckets, check_complete, default_bucket_mb, wrap_in_ddp
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
 from recipes.common.world.agreement import run_on_all_ranks
@@ -83,7 +83,7 @@ def wrap(model: nn.Module, args: DDPOptions, world: World, data: Data) -> Distri
     size_mb = args.bucket_cap_mb or default_bucket_mb(world.device)
     ddp = wrap_in_ddp(model, args, world.device, bucket_cap_mb=size_mb)
     if args.deterministic:
-        settle_buckets(ddp, data, world.device)
+        build_final_buckets(ddp, data, world.device)
     if args.grad_compression != "none":
         from recipes.ddp.compression import compress_gradients
 

@@ -85,7 +85,9 @@ def agree_on_parts(model: nn.Module, args: PipelineOptions, data: Data, world: G
     return [Part(**own) for own in fields]
 
 
-def settle_buckets(pipeline: Pipeline, model: nn.Module, args: PipelineOptions, data: Data, world: Grid) -> None:
+def build_stage_buckets(
+    pipeline: Pipeline, model: nn.Module, args: PipelineOptions, data: Data, world: Grid
+) -> None:
     """Make DDP build its final buckets before the first step, as buckets.py explains; call it on all ranks."""
     size, _ = batch_sizes(args, data, world)
     model.eval()  # the pass changes no statistics
@@ -197,7 +199,7 @@ def train(args: PipelineOptions, world: World, stop: Stop) -> None:
     settings = args, "pipeline", data, world, model, optimizer, scaler, stop
     job = Job(*settings, pipeline.devices, grid.replicas, pieces, eval_batch_size)
     if args.deterministic and grid.replicas > 1:
-        settle_buckets(pipeline, model, args, data, grid)
+        build_stage_buckets(pipeline, model, args, data, grid)
     technique = Technique(
         forward_backward,
         model,

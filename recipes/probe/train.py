@@ -36,7 +36,7 @@ from recipes.common.process.entry import run_main
 from recipes.common.process.node import read_master
 from recipes.common.process.parent import end_with_parent
 from recipes.common.process.ranks import Ranks, read_ranks
-from recipes.common.process.signals import STOP_SIGNALS, Stop, blocked, handle_stop_signals
+from recipes.common.process.signals import STOP_SIGNALS, Stop, block_signals, handle_stop_signals
 from recipes.common.record.progress import say
 from recipes.common.watch.timeouts import set_horovod_timeout
 from recipes.common.world.devices import agree_on_device, choose_device
@@ -227,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.environ.update(MASTER_ADDR=addr, MASTER_PORT=str(port))
         # A starter that ends before a rank has read what to run would leave that rank's traceback.
         start_tracker()  # else mp.spawn starts it, which unblocks TERM
-        with blocked(*ENDS_STARTER):
+        with block_signals(*ENDS_STARTER):
             context = mp.spawn(be_spawned, (args, os.getpid()), nprocs=args.nproc_per_node, join=False)
         try:
             while not context.join():

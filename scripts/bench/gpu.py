@@ -92,9 +92,9 @@ def write_dataset(folder: Path, steps: int) -> None:
     """
     jpeg.write_photos(folder / "originals", IMAGES)
     originals = list((folder / "originals").rglob("*.jpg"))
-    for half, count in (("train", BATCH * steps), ("val", IMAGES // 8)):
+    for split, count in (("train", BATCH * steps), ("val", IMAGES // 8)):
         for number in range(count):
-            path = folder / half / f"{number % CLASSES}" / f"{number}.jpg"
+            path = folder / split / f"{number % CLASSES}" / f"{number}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.hardlink_to(originals[number % len(originals)])
 

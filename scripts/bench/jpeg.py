@@ -29,7 +29,7 @@ def write_photos(folder: Path, images: int) -> float:
     photos = {name: Image.fromarray(load_sample_image(name)) for name in QUALITY}
     chance = random.Random(0)
     sizes = []
-    for half, count in (("train", images), ("val", 2)):
+    for split, count in (("train", images), ("val", 2)):
         for i in range(count):
             name = list(QUALITY)[i % 2]
             photo = photos[name]
@@ -37,7 +37,7 @@ def write_photos(folder: Path, images: int) -> float:
             part = photo.crop((left, top, left + WIDTH, top + HEIGHT))
             if chance.random() < 0.5:
                 part = part.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-            path = folder / half / name.removesuffix(".jpg") / f"{i:04d}.jpg"
+            path = folder / split / name.removesuffix(".jpg") / f"{i:04d}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             part.save(path, quality=QUALITY[name], subsampling="4:2:0")
             sizes.append(path.stat().st_size / 1000)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from recipes.common.data.shards import FIELDS, HALVES, INDEX, pack, write_index
+from recipes.common.data.shards import FIELDS, INDEX, SPLITS, pack, write_index
 from scripts.bench.figures import Figure, Rounds, median_and_range, speed_figure, take_turns
 from scripts.bench.jpeg import write_photos
 from scripts.bench.programs import contender
@@ -45,8 +45,8 @@ def write_many(folder: Path) -> Path:
     values = {"shard": rows // each, "offset": rows % each * IMAGE_BYTES, "size": rows * 0 + IMAGE_BYTES - 1024}
     values |= {"crc": rows, "label": rows % 1000}
     arrays: dict[str, Any] = {}
-    for half, count in zip(HALVES, (MANY, MANY_VAL), strict=True):
-        arrays |= {f"{half}_{name}": values[name][:count].astype(kind) for name, kind in FIELDS.items()}
+    for split, count in zip(SPLITS, (MANY, MANY_VAL), strict=True):
+        arrays |= {f"{split}_{name}": values[name][:count].astype(kind) for name, kind in FIELDS.items()}
     shards = {f"train-{number:06d}.tar": SHARD_BYTES for number in range(SHARDS)}
     for name in shards:
         (folder / name).touch()

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from recipes.common.arguments import path_or_url, positive_int, url_of
-from recipes.common.data.shards import HALVES, pack
+from recipes.common.data.shards import SPLITS, pack
 from recipes.common.errors import UserError
 from scripts.launch.command import CommandParser, command, parse
 
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> None:
     if url := url_of(args.folder):
         raise UserError(f"OUT {url} is a URL; give a folder, and copy it to the server when it is packed")
     out = args.folder.resolve()
-    if any(out.is_relative_to((args.source / half).resolve()) for half in HALVES):
+    if any(out.is_relative_to((args.source / split).resolve()) for split in SPLITS):
         what = "is among the images of DATA_DIR"
         raise UserError(f"OUT {args.folder} {what}; choose a folder outside of its train and val")
     images = 0

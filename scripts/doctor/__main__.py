@@ -31,7 +31,7 @@ from recipes.common.arguments import one_of, positive_float, positive_int
 from recipes.common.errors import UserError
 from recipes.common.process.node import Node
 from recipes.common.process.rendezvous_errors import MissingNodeError
-from recipes.common.process.threads import begin
+from recipes.common.process.threads import begin_in_threads
 from scripts.doctor import collectives_job, folder, network, node, rendezvous, report
 from scripts.doctor.case import Case
 from scripts.doctor.folder import RunsFolder
@@ -95,7 +95,7 @@ class Checks:
         self.folder = RunsFolder(args.runs_dir, secret, this_node.node_rank)
         within_s = node.QUICK_S if args.quick and this_node.nnodes == 1 else inf
         arguments = (this_node.master_addr, this_node.rdzv_timeout_s, args.runs_dir, args.quick, within_s)
-        [self.own] = begin([partial(node.gather, *arguments)], 1)
+        [self.own] = begin_in_threads([partial(node.gather, *arguments)], 1)
         self.echo: Echo | None = None
         self.facts: dict[str, Any] = {}
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from recipes.common.process.threads import begin
+from recipes.common.process.threads import begin_in_threads
 from scripts.launch.echo import try_port
 
 NAME_TIMEOUT_S = 5.0
@@ -44,13 +44,13 @@ def look_at_peers(peers: Sequence[dict[str, Any]], own_rank: int, secret: str) -
         names = {name: try_name(name) for name in peer["names"] if peer["rank"] in looked_up}
         return {"names": names, "port": peer["port"], **try_port(peer["address"], peer["port"], secret)}
 
-    looks = begin([partial(look, peer) for peer in peers], PARALLEL)
+    looks = begin_in_threads([partial(look, peer) for peer in peers], PARALLEL)
     return {str(peer["rank"]): done.result() for peer, done in zip(peers, looks, strict=True)}
 
 
 def call_within(function: Callable[[], T], timeout_s: float) -> T:
     """Return the result of a function; after timeout_s, leave it in its thread and raise TimeoutError."""
     try:
-        return begin([function], 1)[0].result(timeout_s)
+        return begin_in_threads([function], 1)[0].result(timeout_s)
     except TimeoutError as error:
         raise TimeoutError(str(error) or f"no answer within {timeout_s:.0f} s") from None

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.common.errors import UserError
-from recipes.common.process.threads import begin
+from recipes.common.process.threads import begin_in_threads
 from recipes.common.record.provenance import revision
 from scripts.doctor import kernel_log
 from scripts.doctor.network import call_within
@@ -82,7 +82,7 @@ def gather(master_addr: str, name_timeout_s: int, runs_dir: Path, is_quick: bool
             facts[name], facts["errors"][name] = None, one_line(error)
 
     # In parallel: a file system, a driver or a name server may hang, and must not delay the other parts.
-    for done in begin([partial(find_out, name) for name in parts], len(parts)):
+    for done in begin_in_threads([partial(find_out, name) for name in parts], len(parts)):
         done.result()
     facts["names"] = facts["names"] or [socket.gethostname()]
     facts["torch"] = None if is_quick else torch_facts()

@@ -23,7 +23,7 @@ from typing import Any
 from recipes.common.errors import UserError
 from recipes.common.process.node import Node
 from recipes.common.process.rendezvous_errors import MissingNodeError
-from recipes.common.process.threads import begin
+from recipes.common.process.threads import begin_in_threads
 from recipes.common.watch.report import list_numbers
 from scripts.doctor.case import Case
 from scripts.doctor.network import call_within
@@ -207,7 +207,7 @@ class Coordinator:
                 return None
 
         ranks = [0, *sorted(self.channels)]
-        asked = begin([partial(ask, rank) for rank in ranks], len(ranks))
+        asked = begin_in_threads([partial(ask, rank) for rank in ranks], len(ranks))
         answers = {rank: done.result() for rank, done in zip(ranks, asked, strict=True)}
         return {rank: answer for rank, answer in answers.items() if answer is not None}
 

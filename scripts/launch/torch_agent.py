@@ -32,7 +32,7 @@ from recipes.common.process.node import Failure, Node, check_head, missing_nodes
 from recipes.common.process.open_files import STORE_CONNECTIONS, allow_open_files
 from recipes.common.process.ranks import bind_address
 from recipes.common.process.rendezvous_errors import MissingNodeError, port_taken_error
-from recipes.common.process.threads import begin
+from recipes.common.process.threads import begin_in_threads
 from recipes.common.watch.notes import Notes, find_missing, run_bounded
 from scripts.launch import script
 from scripts.launch.command import warn
@@ -209,7 +209,8 @@ def open_store(host: str, port: int, timeout_s: float, **options: Any) -> TCPSto
     Raises MissingNodeError if another program listens there: torch would wait for its answer without a limit.
     """
     limit_s = timeout_s + ANSWER_S
-    [opening] = begin([partial(TCPStore, host, port, timeout=timedelta(seconds=timeout_s), **options)], 1)
+    connect = partial(TCPStore, host, port, timeout=timedelta(seconds=timeout_s), **options)
+    [opening] = begin_in_threads([connect], 1)
     try:
         return opening.result(limit_s)
     except TimeoutError:

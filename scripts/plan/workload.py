@@ -29,7 +29,7 @@ from recipes.common.options import TEXTS, Options
 from recipes.common.seeding import choose_kernels
 from recipes.common.task import Classification
 from recipes.common.user_code import call_user_code
-from recipes.common.world.peers import Peers, own_part
+from recipes.common.world.peers import Peers, local_tensor
 from recipes.tensor.plans import parallelize
 from scripts.plan.cost_model import BLOCK_BYTES, Compute, Gradient, Method
 
@@ -161,13 +161,13 @@ def count_workload(args: Options, kind: Kind) -> Workload:
 def count_pass(model: nn.Module, data: Data) -> Workload:
     """Count a forward and a backward pass on the meta device."""
     inputs, targets = data.input.zeros(SAMPLES, "meta"), data.target.zeros(SAMPLES, "meta")
-    own = {own_part(parameter).untyped_storage()._cdata for parameter in model.parameters()}
+    own = {local_tensor(parameter).untyped_storage()._cdata for parameter in model.parameters()}
     kept: dict[int, Tensor] = {}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     done: dict[Tensor, int] = {}  # operations until a gradient is ready, in the order of backward
 
     def keep(tensor: Tensor) -> Tensor:
-        part = own_part(tensor)
+        part = local_tensor(tensor)
         kept[part.untyped_storage()._cdata] = part  # held, so that its key is not reused
         return tensor
 
@@ -187,7 +187,9 @@ def count_pass(model: nn.Module, data: Data) -> Workload:
     for parameter in trained:
         done.setdefault(parameter, flops)  # unused parameters
     return Workload(
-        tuple(Gradient(own_part(x).shape, (at - forward) / backward, x.element_size()) for x, at in done.items()),
+        tuple(
+            Gradient(local_tensor(x).shape, (at - forward) / backward, x.element_size()) for x, at in done.items()
+        ),
         sum(x.nbytes for x in (*model.buffers(), *model.parameters()) if x not in done),
         flops / SAMPLES,
         sum(count for op, count in ops.items() if "convolution" in str(op)) / max(1, flops),

@@ -86,7 +86,7 @@ def sketch_all(tensors: Iterable[Tensor | None]) -> list[float]:
     return sum(sketches, torch.zeros(SKETCH_SIZE, device="cpu")).tolist()
 
 
-def own_part(tensor: Any) -> Any:
+def local_tensor(tensor: Any) -> Any:
     """Return this rank's part of a DTensor, and anything else as it is."""
     return getattr(tensor, "_local_tensor", tensor)
 
@@ -249,8 +249,8 @@ class Observer:
 
     def capture(self) -> None:
         """Keep what the step uses; a later call, by an inner optimizer with exchanged gradients, replaces it."""
-        gradients = [own_part(parameter.grad) for parameter in self.parameters()]
-        parameters = [*map(own_part, self.parameters())]
+        gradients = [local_tensor(parameter.grad) for parameter in self.parameters()]
+        parameters = [*map(local_tensor, self.parameters())]
         if self.is_control and self.iteration < 0:
             self.round_differently(gradients)
         shapes = [list(parameter.shape) for parameter in parameters]
@@ -307,7 +307,7 @@ class Observer:
                 "step",
                 optimizer=self.optimizers.index(optimizer),
                 **self.record,
-                after=sketch_all(map(own_part, self.parameters())),
+                after=sketch_all(map(local_tensor, self.parameters())),
                 batch_norm=self.uses_batch_norm,
                 dropout=self.uses_dropout,
                 iteration=self.iteration,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from recipes.common.errors import UserError
 from recipes.common.process.parent import end_with_parent
-from recipes.common.process.signals import blocked
+from recipes.common.process.signals import block_signals
 from recipes.common.process.sockets import choose_socket_folder
 from scripts.launch.command import ROOT, warn
 from scripts.launch.local import free_port, node_environment, visible_gpus
@@ -58,7 +58,7 @@ def run(
         command = [*own, "-m", "scripts.same.observe", *words]
         return [run_launcher(command, env, folder, timeout_s)]
     choose_socket_folder()
-    with blocked(signal.SIGINT):  # the server ignores Ctrl-C only once it has imported torch
+    with block_signals(signal.SIGINT):  # the server ignores Ctrl-C only once it has imported torch
         forkserver.ensure_running()
     processes = [CONTEXT.Process(target=run_rank, args=(words, env, rank)) for rank in range(world_size)]
     try:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recipes.common.models.attention import sequences
+from recipes.common.models.attention import use_sequence_sharding
 from recipes.common.models.gpt import Attention, rotate
 from recipes.context import attention
-from recipes.context.attention import division, own_part
+from recipes.context.attention import make_sequence_sharding, shard_sequence
 from tests.conftest import need_gpus
 from tests.gpu.test_every_recipe_gpu import FIRST, FP32, STEPS, share_a_gpu
 from tests.parallel.test_context import FULL, TEXT, Mesh, run_the_page, texts  # noqa: F401 (a fixture)
@@ -33,9 +33,9 @@ def test_each_ranks_attention_and_gradients_are_those_of_whole_sequences(monkeyp
     found = []
     for rank in range(2):
         mesh = Mesh(rank, 2)
-        with sequences(division(mesh)):
-            mixed = Attention.attend(None, *(own_part(x, mesh, 2) for x in (q, k, v)))
-        assert torch.allclose(mixed, own_part(expected, mesh, 2), atol=error)
+        with use_sequence_sharding(make_sequence_sharding(mesh)):
+            mixed = Attention.attend(None, *(shard_sequence(x, mesh, 2) for x in (q, k, v)))
+        assert torch.allclose(mixed, shard_sequence(expected, mesh, 2), atol=error)
         found.append(torch.autograd.grad(mixed.float().square().sum(), (q, k, v)))
     for one, other, whole in zip(*found, wanted, strict=True):
         assert torch.allclose(one + other, whole, atol=error * whole.abs().max().item())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recipes.common.data import gpu_decode, load_data
-from recipes.common.data.images import Box, import_nvimgcodec
+from recipes.common.data.images import CropBox, import_nvimgcodec
 from recipes.common.data.workers import Sample
 from recipes.single.train import options
 from tests.conftest import need_gpus, require
@@ -44,7 +44,7 @@ class Engine:
 def test_a_batch_keeps_its_pixels_while_the_next_one_is_decoded():
     """Training is behind: it reads a batch when the engine has written the images of the next one."""
     decode = gpu_decode.BatchDecoder(4, lambda pixels, is_flipped: pixels, str, Engine())
-    sample = Sample(gpu_decode.encode(b"a JPEG", 0, False, Box(0, 0, 4, 4)), torch.tensor(1), "", False)
+    sample = Sample(gpu_decode.encode(b"a JPEG", 0, False, CropBox(0, 0, 4, 4)), torch.tensor(1), "", False)
     batches = []
     for _ in range(3):
         torch.cuda._sleep(200_000_000)  # cycles: some 0.1 s of training that is queued
@@ -52,12 +52,12 @@ def test_a_batch_keeps_its_pixels_while_the_next_one_is_decoded():
     assert [batch.unique().tolist() for batch in batches] == [[1], [2], [3]]
 
 
-@pytest.mark.parametrize("half", ["train", "test"])
-def test_pixels_are_nearly_those_of_the_workers(words, monkeypatch, half):
+@pytest.mark.parametrize("name", ["train", "test"])
+def test_pixels_are_nearly_those_of_the_workers(words, monkeypatch, name):
     monkeypatch.setattr(gpu_decode, "decode", None)  # no JPEG may fall back to a CPU
     device = torch.device("cuda", 0)
     both = [options([*words, *more]) for more in ((), ("--decode", "gpu"))]
-    splits = [getattr(load_data(args, device, print), half) for args in both]
+    splits = [getattr(load_data(args, device, print), name) for args in both]
     order = torch.arange(len(splits[0])).split(8)
     for ours, theirs in zip(splits[1].batches(order, 2), splits[0].batches(order, 2), strict=True):
         assert torch.equal(ours[1], theirs[1])

@@ -14,10 +14,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from recipes.common import job
 from recipes.common.checkpoint.reading import read_checkpoint
 from recipes.common.errors import UserError
-from recipes.common.models.attention import causal_attention, positions, sequences
+from recipes.common.models.attention import causal_attention, positions, use_sequence_sharding
 from recipes.common.models.gpt import GPT, Attention, rotate
 from recipes.context import attention
-from recipes.context.attention import division, own_part
+from recipes.context.attention import make_sequence_sharding, shard_sequence
 from recipes.context.train import options
 from tests import observe
 from tests.conftest import refused, slow
@@ -300,9 +300,9 @@ def test_all_ranks_attend_to_equally_many_keys(monkeypatch, ranks):
     for rank in range(ranks):
         products.append(0)
         mesh = Mesh(rank, ranks)
-        with sequences(division(mesh)):
-            mixed = Attention.attend(None, *(own_part(x, mesh, 2) for x in (q, k, v)))
-        assert torch.allclose(mixed, own_part(expected, mesh, 2), atol=1e-6)
+        with use_sequence_sharding(make_sequence_sharding(mesh)):
+            mixed = Attention.attend(None, *(shard_sequence(x, mesh, 2) for x in (q, k, v)))
+        assert torch.allclose(mixed, shard_sequence(expected, mesh, 2), atol=1e-6)
     assert set(products) == {(24 // (2 * ranks)) ** 2 * (2 * ranks + 1)}
 
 
@@ -334,15 +334,15 @@ def test_a_rank_keeps_its_part_of_the_activations_and_all_keys_and_values(monkey
     tokens = torch.randint(256, (1, LENGTH))
     whole = kept_bytes(model, tokens)
     mesh = Mesh(0, ranks)
-    with sequences(division(mesh)):
-        part = kept_bytes(model, own_part(tokens, mesh, 1))
+    with use_sequence_sharding(make_sequence_sharding(mesh)):
+        part = kept_bytes(model, shard_sequence(tokens, mesh, 1))
     gathered = DEPTH * 2 * 4 * LENGTH * WIDTH
     # Undivided, a block keeps its keys and, since values are a view of it, the product of all three: 4 per number.
     assert part == pytest.approx((whole - 2 * gathered) / ranks + gathered, rel=1e-3)
 
 
 def test_a_rank_has_the_positions_of_an_early_and_a_late_chunk():
-    parts = [own_part(torch.arange(12)[None], Mesh(rank, 3), 1)[0].tolist() for rank in range(3)]
+    parts = [shard_sequence(torch.arange(12)[None], Mesh(rank, 3), 1)[0].tolist() for rank in range(3)]
     assert parts == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
 
 

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from recipes.common.data import load_data
 from recipes.common.models.models import build_model
-from recipes.common.seeding import mix
+from recipes.common.seeding import hash_seed
 from recipes.single.train import options
 from tests import observe
 from tests.conftest import slow
@@ -266,7 +266,7 @@ def test_single_equals_a_plain_loop(train, observed_data):
     expected, rates = [], [0.02 * (step + 1) / 100 for step in range(30)]
     for step, rate in enumerate(rates):
         epoch, place = divmod(step, 809 // 65)
-        order = torch.randperm(809, generator=torch.Generator().manual_seed(mix(SEED, epoch)))
+        order = torch.randperm(809, generator=torch.Generator().manual_seed(hash_seed(SEED, epoch)))
         ((images, labels),) = data.train.batches([order[65 * place : 65 * (place + 1)]], epoch)
         optimizer.param_groups[0]["lr"] = rate
         optimizer.zero_grad()
@@ -296,7 +296,7 @@ def test_each_rank_draws_its_own_random_numbers(run, recipe, world_size):
     """Except that those of a replica of tensor compute some layers alike, and so draw alike."""
     for rank, lines in enumerate(observations(run(recipe, world_size).parent, world_size)):
         place = rank // recipe.draw_alike.get(world_size, 1)
-        assert [line["seed"] for line in lines] == [mix(SEED, step, place) for step in range(len(lines))]
+        assert [line["seed"] for line in lines] == [hash_seed(SEED, step, place) for step in range(len(lines))]
 
 
 NO_DECAY = ("--no-decay-norm-bias", "--weight-decay", "0.5")

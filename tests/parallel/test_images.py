@@ -183,8 +183,8 @@ def test_a_bad_image_that_a_rank_repeats_counts_once(images, tmp_path):
         path.unlink()
     for number in range(1, CLASSES):
         shutil.rmtree(folder / "val" / f"class{number}")
-    for half in ("train", "val"):
-        (folder / half / "class0" / "0.jpg").write_bytes(b"no image")
+    for split in ("train", "val"):
+        (folder / split / "class0" / "0.jpg").write_bytes(b"no image")
     argv = (*WORDS, "--data-dir", str(folder), "--skip-bad-images", "--workers", "0")
     runs = [train("single", tmp_path, 1, *argv), train("ddp", tmp_path, 3, *argv)]
     assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-5)

@@ -161,9 +161,9 @@ def test_the_weights_are_the_same_bits_after_a_checkpoint_went_round(single, tmp
 
 @pytest.fixture
 def images_with_a_bad_one(tmp_path):
-    for half, count in (("train", 16), ("val", 5)):
+    for split, count in (("train", 16), ("val", 5)):
         for i in range(count):
-            path = tmp_path / "images" / half / f"class{i % 2}" / f"{i:02}.png"
+            path = tmp_path / "images" / split / f"class{i % 2}" / f"{i:02}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (16, 16), (10 * i, 100, 100)).save(path)
     path.write_bytes(b"no image")  # the last image of val

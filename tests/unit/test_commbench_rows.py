@@ -70,7 +70,7 @@ def test_ctrl_c_leaves_no_files_of_a_killed_launcher(tmp_path, monkeypatch):
 
 def test_a_bound_ends_with_its_block():
     """Also with one that raises: else it would end the process with a second, wrong line."""
-    with pytest.raises(UserError), rank.bounded("meeting the others", 60.0):
+    with pytest.raises(UserError), rank.exit_if_stuck("meeting the others", 60.0):
         raise UserError("refused")
     timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
     assert all(timer.finished.is_set() for timer in timers)

@@ -108,10 +108,10 @@ def fashion(tmp_path, monkeypatch):
     raw = tmp_path / "FashionMNIST" / "raw"
     raw.mkdir(parents=True)
     resources, content = [], {}
-    for half, count in (("train", 50), ("t10k", 20)):
-        content[half] = chance.integers(0, 256, (count, 28, 28), np.uint8), np.arange(count, dtype=np.uint8) % 10
-        for kind, array in zip(("images-idx3", "labels-idx1"), content[half], strict=True):
-            path = raw / f"{half}-{kind}-ubyte.gz"
+    for split, count in (("train", 50), ("t10k", 20)):
+        content[split] = chance.integers(0, 256, (count, 28, 28), np.uint8), np.arange(count, dtype=np.uint8) % 10
+        for kind, array in zip(("images-idx3", "labels-idx1"), content[split], strict=True):
+            path = raw / f"{split}-{kind}-ubyte.gz"
             path.write_bytes(idx(array))
             resources.append((path.name, hashlib.md5(path.read_bytes()).hexdigest()))
     monkeypatch.setattr(datasets.FashionMNIST, "resources", resources)

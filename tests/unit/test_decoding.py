@@ -19,10 +19,10 @@ from torchvision.transforms import v2
 from recipes.common.data import gpu_decode, imagefolder, images, load_data
 from recipes.common.data.gpu_decode import BatchDecoder, PartDecoder, collate
 from recipes.common.data.imagefolder import ImageFolder, centre_crop, random_box, resize, whole_box
-from recipes.common.data.images import BAD_IMAGE, Box, decode, find_part, read
+from recipes.common.data.images import BAD_IMAGE, CropBox, decode, find_part, read
 from recipes.common.data.workers import LoadedSplit, start_server
 from recipes.common.errors import UserError
-from recipes.common.seeding import mix
+from recipes.common.seeding import hash_seed
 from recipes.common.task import SKIPPED
 from recipes.single.train import options
 from tests.support import write_program
@@ -100,10 +100,10 @@ def test_a_part_has_the_pixels_of_the_whole(kind):
     with Image.open(io.BytesIO(content)) as image:
         expected = np.array(image.convert("RGB"))
     chance = random.Random(0)
-    boxes = [Box(0, 0, WIDTH, HEIGHT), Box(WIDTH - 1, HEIGHT - 1, 1, 1), Box(0, HEIGHT - 1, WIDTH, 1)]
+    boxes = [CropBox(0, 0, WIDTH, HEIGHT), CropBox(WIDTH - 1, HEIGHT - 1, 1, 1), CropBox(0, HEIGHT - 1, WIDTH, 1)]
     for _ in range(20):
         left, top = chance.randrange(WIDTH), chance.randrange(HEIGHT)
-        boxes.append(Box(left, top, chance.randint(1, WIDTH - left), chance.randint(1, HEIGHT - top)))
+        boxes.append(CropBox(left, top, chance.randint(1, WIDTH - left), chance.randint(1, HEIGHT - top)))
     for box in boxes:
         asked = []
         part = decode(content, lambda *size, box=box, asked=asked: (asked.append(size), box)[1])
@@ -120,7 +120,7 @@ def test_plain_jpegs_are_decoded_in_part(monkeypatch, kind):
         pytest.skip("nvidia-nvimgcodec-cu13 is not made for this system")
     content = KINDS[kind]()
     monkeypatch.setattr(Image, "open", None)
-    assert decode(content, lambda *_: Box(3, 5, 7, 9)).shape == (9, 7, 3)
+    assert decode(content, lambda *_: CropBox(3, 5, 7, 9)).shape == (9, 7, 3)
 
 
 class VisibleGPUs:
@@ -151,7 +151,7 @@ def test_workers_that_decode_see_no_gpu(monkeypatch):
 def test_a_cut_file_is_a_fault_wherever_the_crop_is(kind, share):
     content = KINDS[kind]()
     with pytest.raises(BAD_IMAGE):
-        decode(content[: int(len(content) * share)], lambda *_: Box(0, 0, 4, 4))
+        decode(content[: int(len(content) * share)], lambda *_: CropBox(0, 0, 4, 4))
 
 
 @pytest.mark.usefixtures("decoder")
@@ -164,7 +164,7 @@ def test_a_jpeg_whose_end_is_zeros_is_a_fault(kind, share):
     content = encoded(picture(), exif=exif) if kind.startswith("with") else KINDS[kind]()
     end = max(16, int(len(content) * (1 - share)))
     with pytest.raises(BAD_IMAGE):
-        decode(content[:-end] + bytes(end), lambda *_: Box(0, 0, 4, 4))
+        decode(content[:-end] + bytes(end), lambda *_: CropBox(0, 0, 4, 4))
     assert decode(content + bytes(end), whole_box).shape == (HEIGHT, WIDTH, 3)
     assert decode(content + b"more" + bytes(end), whole_box).shape == (HEIGHT, WIDTH, 3)
 
@@ -245,7 +245,7 @@ class TestCrops:
     @pytest.mark.parametrize(("width", "height"), [(500, 375), (60, 64), (300, 40), (5, 400)])
     def test_boxes_are_distributed_as_those_of_torchvision(self, width, height):
         count = 1500
-        ours = np.array([random_box(width, height, random.Random(mix(1, i))) for i in range(count)])
+        ours = np.array([random_box(width, height, random.Random(hash_seed(1, i))) for i in range(count)])
         torch.manual_seed(0)
         transform, image = v2.RandomResizedCrop(224), torch.empty(3, height, width)
         drawn = [transform.make_params([image]) for _ in range(count)]
@@ -259,12 +259,12 @@ class TestCrops:
         assert min(ks_2samp(*pair).pvalue for pair in pairs) > 0.0005
 
     def test_long_and_narrow_images_give_their_centre(self):
-        assert random_box(1000, 10, random.Random(0)) == Box(493, 0, 13, 10)
-        assert random_box(10, 1000, random.Random(0)) == Box(0, 493, 10, 13)
+        assert random_box(1000, 10, random.Random(0)) == CropBox(493, 0, 13, 10)
+        assert random_box(10, 1000, random.Random(0)) == CropBox(0, 493, 10, 13)
 
     def test_boxes_stay_what_they_were(self):
         """A run that resumes with a newer version must see the same crops."""
-        boxes = [random_box(500, 375, random.Random(mix(0, epoch, 7))) for epoch in range(3)]
+        boxes = [random_box(500, 375, random.Random(hash_seed(0, epoch, 7))) for epoch in range(3)]
         assert boxes == BOXES
 
     def test_half_of_the_samples_are_flipped(self, tmp_path):
@@ -319,7 +319,7 @@ class TestCrops:
         assert height * width == 32 * 256 * 256
 
 
-BOXES = [Box(116, 21, 351, 328), Box(200, 100, 237, 186), Box(211, 132, 213, 226)]
+BOXES = [CropBox(116, 21, 351, 328), CropBox(200, 100, 237, 186), CropBox(211, 132, 213, 226)]
 
 
 @pytest.mark.usefixtures("decoder")
@@ -340,9 +340,9 @@ def test_a_sample_is_the_same_whoever_decodes_it(tmp_path, monkeypatch):
 
 
 def test_what_decodes_whole_images_only_says_so_once(tmp_path, monkeypatch, capfd):
-    for half in ("train", "val"):
-        (tmp_path / half / "a").mkdir(parents=True)
-        picture().save(tmp_path / half / "a" / "0.jpg")
+    for split in ("train", "val"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        picture().save(tmp_path / split / "a" / "0.jpg")
     args = options(["--data", "imagefolder", "--data-dir", str(tmp_path), "--workers", "0"])
     monkeypatch.setattr(imagefolder, "import_nvimgcodec", lambda: None)
     for rank in ("0", "1"):
@@ -367,24 +367,24 @@ class TestDecodeGpu:
     def folder(self, tmp_path):
         if not images.import_nvimgcodec():
             pytest.skip("nvidia-nvimgcodec-cu13 is not made for this system")
-        for half in ("train", "val"):
-            (tmp_path / half / "a").mkdir(parents=True)
+        for split in ("train", "val"):
+            (tmp_path / split / "a").mkdir(parents=True)
             for i, kind in enumerate(KINDS):
-                (tmp_path / half / "a" / f"{i:02d}.jpg").write_bytes(KINDS[kind]())
+                (tmp_path / split / "a" / f"{i:02d}.jpg").write_bytes(KINDS[kind]())
             # Its size can be read, so that a worker sends it; its Huffman table is damaged.
             start, table = KINDS["4:2:0"]().split(b"\xff\xc4", 1)
             damaged = start + b"\xff\xc4" + table[:3] + b"\xff" * 16 + table[19:]
             assert find_part(damaged, whole_box)
-            (tmp_path / half / "a" / "90.jpg").write_bytes(damaged)
-            (tmp_path / half / "a" / "91.jpg").write_bytes(b"no image")
+            (tmp_path / split / "a" / "90.jpg").write_bytes(damaged)
+            (tmp_path / split / "a" / "91.jpg").write_bytes(b"no image")
         return tmp_path
 
     @pytest.mark.parametrize("workers", ["0", "2"])
-    @pytest.mark.parametrize("half", ["train", "test"])
-    def test_batches_are_those_of_the_workers(self, folder, capfd, workers, half):
+    @pytest.mark.parametrize("name", ["train", "test"])
+    def test_batches_are_those_of_the_workers(self, folder, capfd, workers, name):
         words = ("--data", "imagefolder", "--data-dir", str(folder), "--image-size", "16", "--workers", workers)
         args = options([*words, "--skip-bad-images"])
-        split = getattr(load_data(args, CPU, print), half)
+        split = getattr(load_data(args, CPU, print), name)
         order = torch.arange(len(KINDS) + 2).split(5)
         expected = [tuple(each.clone() for each in batch) for batch in split.batches(order, 3)]
         said = warnings(capfd)

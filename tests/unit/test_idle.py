@@ -109,7 +109,7 @@ def test_a_wait_for_workers_that_hang_or_die_ends_in_one_line():
     assert split.bound_s == 660
     handler, (left_s, _) = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
     hangs = r"rank 0 on \S+ got no samples for 0.05 s: a worker hangs.*--resume auto"
-    with pytest.raises(WorkerError, match=hangs), workers.bounded(0.05):
+    with pytest.raises(WorkerError, match=hangs), workers.limit_worker_wait(0.05):
         time.sleep(60)
     # An earlier alarm, such as pytest-timeout's, is kept; without one, none is left.
     assert signal.getsignal(signal.SIGALRM) is handler
@@ -124,9 +124,9 @@ def test_a_wait_for_workers_that_hang_or_die_ends_in_one_line():
         (OSError(30, "Read-only file system"), r"cannot reach its workers \(Read-only .*\); make /dev/shm "),
         (OSError(24, "Too many open files"), r"cannot reach its workers \(Too many open files\); .* ulimit -n"),
     ):
-        with pytest.raises(WorkerError, match=message), workers.bounded(60):
+        with pytest.raises(WorkerError, match=message), workers.limit_worker_wait(60):
             raise error
-    with pytest.raises(RuntimeError, match="no such kernel"), workers.bounded(60):
+    with pytest.raises(RuntimeError, match="no such kernel"), workers.limit_worker_wait(60):
         raise RuntimeError("no such kernel")
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipes.common.seeding import mix, permutation, seed_step
+from recipes.common.seeding import hash_seed, permutation, seed_step
 
 CPU = torch.device("cpu")
 
@@ -46,10 +46,10 @@ class TestSeeding:
     def test_permutation_is_the_same_in_every_version(self):
         """A checkpoint must always continue with the same samples: their order is part of its format."""
         assert permutation(10, 0, 0).tolist() == [2, 1, 7, 8, 6, 0, 3, 5, 9, 4]
-        assert (mix(0, 0), mix(1, 2, 3)) == (6017775124710473527, 7510213797696614745)
+        assert (hash_seed(0, 0), hash_seed(1, 2, 3)) == (6017775124710473527, 7510213797696614745)
 
     def test_mix_spreads_close_numbers(self):
-        values = {mix(seed, step, rank) for seed in range(8) for step in range(32) for rank in range(8)}
+        values = {hash_seed(seed, step, rank) for seed in range(8) for step in range(32) for rank in range(8)}
         assert len(values) == 8 * 32 * 8
         assert all(0 <= value < 2**63 for value in values)
         ones = sum(value.bit_count() for value in values) / len(values)

@@ -54,8 +54,8 @@ def copy(images, tmp_path):
 def test_a_run_sees_the_images_of_the_folder(images, whole):
     ours, theirs = load("shards", whole), load("imagefolder", images)
     assert (ours.num_classes, ours.input) == (theirs.num_classes, theirs.input)
-    for half in ("train", "test"):
-        one, other = getattr(ours, half), getattr(theirs, half)
+    for split in ("train", "test"):
+        one, other = getattr(ours, split), getattr(theirs, split)
         assert len(one) == len(other)
         order = torch.randperm(len(one), generator=torch.Generator().manual_seed(0)).split(5)
         for epoch in range(2):

@@ -300,10 +300,10 @@ def folders(tmp_path):
     def write(*names):
         folder = tmp_path / "-".join(names)
         for number, name in enumerate(names):
-            for half, count in (("train", 4), ("val", 1)):
-                (folder / half / name).mkdir(parents=True)
+            for split, count in (("train", 4), ("val", 1)):
+                (folder / split / name).mkdir(parents=True)
                 for i in range(count):
-                    Image.new("RGB", (40, 40), (99 * number, 9 * i, 0)).save(folder / half / name / f"{i}.png")
+                    Image.new("RGB", (40, 40), (99 * number, 9 * i, 0)).save(folder / split / name / f"{i}.png")
         return folder
 
     return write

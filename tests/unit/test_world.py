@@ -28,7 +28,7 @@ from recipes.common.world.agreement import run_on_all_ranks, shard
 from recipes.common.world.devices import choose_device, choose_devices
 from recipes.common.world.peers import Peers
 from recipes.common.world.places import Place, describe, place_of, shorten
-from recipes.common.world.world import MANY, NO_PICKLE, World, bounded, connect
+from recipes.common.world.world import MANY, NO_PICKLE, World, connect, limit_connecting
 from recipes.horovod import train as horovod
 from scripts.launch.local import free_port
 
@@ -273,7 +273,7 @@ def test_gloo_may_not_connect_for_five_time_outs(monkeypatch, capfd, local_rank,
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setattr(os, "_exit", lambda status: ended.set() if status == 1 else None)
     monkeypatch.setattr(world_module, "SLACK_S", 0.0)
-    with bounded(3, timedelta(seconds=0.05), "connection_error"):
+    with limit_connecting(3, timedelta(seconds=0.05), "connection_error"):
         assert ended.wait(20)
     reason = r"\(no answer within 0\.1 s; if another rank has ended, see its error\); set GLOO_"
     line = rf"error: rank 3 on .* cannot connect .* {reason}.*\n"

@@ -87,7 +87,7 @@ def pack(
 ) -> dict[str, Any]:
     """Return the content of a checkpoint, from the state dicts of the unwrapped model and the other parts.
 
-    `more` are timed (steps and seconds of training, over all launches), data (which identifies the halves of the
+    `more` are timed (steps and seconds of training, over all launches), data (which identifies the splits of the
     data set), skipped_steps (by --on-nonfinite skip), code (digests of the user's), and best (what best_score is
     a score of).
     """

@@ -30,7 +30,7 @@ from recipes.common.checkpoint.checkpoint import (
 from recipes.common.errors import UserError
 from recipes.common.folders import NO_FILE, is_special, names_in
 from recipes.common.options import Options, option_applies
-from recipes.common.process.threads import begin
+from recipes.common.process.threads import begin_in_threads
 
 ShardCheck = Callable[[Path, list[dict[str, Any]]], None]
 """Checks the files that a sharded checkpoint names; raises as check_shards()."""
@@ -97,7 +97,7 @@ def read_checkpoint(path: Path, check: ShardCheck | None = None) -> dict[str, An
     if is_special(path):
         raise BadCheckpointError(NO_FILE)
     # At the same time, as both wait for the disk. A daemon thread in torch's C++ code would abort Python's end.
-    [checking] = begin([partial(_check_bytes, path)], 1)
+    [checking] = begin_in_threads([partial(_check_bytes, path)], 1)
     content = failure = None
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -156,7 +156,7 @@ def check_shards(path: Path, files: list[dict[str, Any]]) -> None:
         if not is_whole or checksum != entry["crc32"]:
             raise BadCheckpointError(f"its shard file {name} is truncated or damaged (wrong checksum)")
 
-    checks = begin([partial(check, entry) for entry in files], 4)
+    checks = begin_in_threads([partial(check, entry) for entry in files], 4)
     try:
         for done in checks:
             done.result()

@@ -36,7 +36,7 @@ from recipes.common.checkpoint.reading import BadCheckpointError, ShardCheck, ch
 from recipes.common.data.file_pool import FilePool
 from recipes.common.errors import UserError
 from recipes.common.folders import names_in, refresh_names
-from recipes.common.process.threads import begin
+from recipes.common.process.threads import begin_in_threads
 from recipes.common.world.agreement import raise_first
 from recipes.common.world.peers import Peers
 from recipes.common.world.tree import map_tree
@@ -174,7 +174,7 @@ def share_checks(action: Callable[[ShardCheck], T], peers: Peers, timeout_s: flo
                 raise UserError(text) if is_unread else BadCheckpointError(text)
 
     if peers.rank == 0:
-        [done] = begin([partial(action, check)], 1)
+        [done] = begin_in_threads([partial(action, check)], 1)
         done.add_done_callback(lambda _: tasks.put(None))
     end = time.monotonic() + allowed_s
     request: Any = ()

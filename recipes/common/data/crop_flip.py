@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from recipes.common.data.splits import Batch, TensorSplit
-from recipes.common.seeding import mix
+from recipes.common.seeding import hash_seed
 
 PADDING = 4
 """Black pixels that are added on each side before a crop of the old size."""
@@ -30,7 +30,7 @@ class CropFlipSplit(TensorSplit):
 
     def batches(self, indices: Iterable[Tensor], epoch: int) -> Iterator[Batch]:
         """Yield a batch for each index tensor."""
-        generator = torch.Generator().manual_seed(mix(self.seed, epoch, 1))  # the order's is mix(seed, epoch)
+        generator = torch.Generator().manual_seed(hash_seed(self.seed, epoch, 1))  # the order's has no 1
         draws = torch.randint(2 * PLACES**2, (len(self),), generator=generator).to(self.targets.device)
         for index in indices:
             index = index.to(self.targets.device, non_blocking=True)

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from recipes.common.data.images import BAD_IMAGE, Box, decode, find_part, import_nvimgcodec, make_decoder
+from recipes.common.data.images import BAD_IMAGE, CropBox, decode, find_part, import_nvimgcodec, make_decoder
 from recipes.common.data.workers import Sample
 from recipes.common.errors import UserError
 from recipes.common.task import SKIPPED
@@ -30,7 +30,7 @@ class Encoded(NamedTuple):
     content: Tensor
     """uint8: the image's file, or its final pixels (S, S, 3) flattened; of a batch, one after another."""
     plan: Tensor
-    """int64, (7,) or (B, 7): index, length of the content, whether to flip, and the Box; its width 0: pixels."""
+    """int64, (7,) or (B, 7): index, length of the content, whether to flip, and the CropBox (width 0: pixels)."""
 
 
 EncodedBatch = tuple[Encoded, Tensor, Sequence[str], Sequence[bool]]
@@ -40,7 +40,7 @@ DecodedBatch = tuple[Tensor, Tensor, list[str], list[bool]]
 """The same, decoded."""
 
 
-def encode(content: bytes, index: int, is_flipped: bool, box: Box) -> Encoded:
+def encode(content: bytes, index: int, is_flipped: bool, box: CropBox) -> Encoded:
     """Return a JPEG and the box of it to decode."""
     return Encoded(
         torch.frombuffer(bytearray(content), dtype=torch.uint8),
@@ -80,14 +80,14 @@ class PartDecoder:
         reason = "cannot decode"
         try:
             self.decoder, self.params = make_decoder(number, threads, *kinds)
-            works = self([(np.frombuffer(jpeg.getvalue(), np.uint8), Box(0, 0, 16, 16))])[0] is not None
+            works = self([(np.frombuffer(jpeg.getvalue(), np.uint8), CropBox(0, 0, 16, 16))])[0] is not None
         except RuntimeError as error:
             works, reason = False, f"fails ({str(error).splitlines()[0]})"
         if not works:
             fix = "pip install 'nvidia-nvimgcodec-cu13[nvjpeg]', which has nvJPEG, or drop it"
             raise UserError(f"--decode gpu: nvImageCodec {reason} on {device}; {fix}")
 
-    def __call__(self, parts: Sequence[tuple[np.ndarray, Box]]) -> list[Tensor | None]:
+    def __call__(self, parts: Sequence[tuple[np.ndarray, CropBox]]) -> list[Tensor | None]:
         """Return the pixels of each part on the device, uint8 (H, W, 3), or None where it cannot be decoded."""
         streams = []
         for content, box in parts:
@@ -139,7 +139,7 @@ class BatchDecoder:
     def _decode(self, batch: EncodedBatch) -> DecodedBatch:
         (content, plan), targets, size = batch[0], batch[1], self.size
         faults, are_damaged, device = list(batch[2]), list(batch[3]), self.decode_parts.device
-        rows = [(index, bool(flip), Box(*box)) for index, _, flip, *box in plan.tolist()]
+        rows = [(index, bool(flip), CropBox(*box)) for index, _, flip, *box in plan.tolist()]
         contents = content.split(plan[:, 1].tolist())
         jpegs = {i: (contents[i].numpy(), box) for i, (_, _, box) in enumerate(rows) if box.width}
         decoded = dict(zip(jpegs, self.decode_parts([*jpegs.values()]), strict=True))
@@ -161,5 +161,5 @@ class BatchDecoder:
         return result, targets, faults, are_damaged
 
 
-def _given(box: Box, width: int, height: int) -> Box:
+def _given(box: CropBox, width: int, height: int) -> CropBox:
     return box

@@ -26,12 +26,12 @@ from torch.nn.functional import interpolate
 from torch.utils.data import Dataset
 
 from recipes.common.data.gpu_decode import BatchDecoder, Encoded, PartDecoder, collate, encode, encode_pixels
-from recipes.common.data.images import BAD_IMAGE, Box, decode, find_part, import_nvimgcodec, read
+from recipes.common.data.images import BAD_IMAGE, CropBox, decode, find_part, import_nvimgcodec, read
 from recipes.common.data.splits import Data, Normalise, digest
 from recipes.common.data.workers import LoadedSplit, Sample
 from recipes.common.errors import UserError
 from recipes.common.options import Options
-from recipes.common.seeding import mix
+from recipes.common.seeding import hash_seed
 from recipes.common.task import SKIPPED
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
@@ -93,12 +93,12 @@ class Images(Dataset[Sample], ABC):
 
     def _load(self, content: bytes, epoch: int, index: int) -> Tensor | Encoded:
         """Return an image from its file: cropped at random for training, the centre for evaluation."""
-        seed = mix(self.seed, epoch, index)
+        seed = hash_seed(self.seed, epoch, index)
 
-        def choose(width: int, height: int) -> Box:
+        def choose(width: int, height: int) -> CropBox:
             return random_box(width, height, random.Random(seed)) if self.train else whole_box(width, height)
 
-        is_flipped = self.train and bool(mix(seed) & 1)  # a bit of its own: the box takes any number of draws
+        is_flipped = self.train and bool(hash_seed(seed) & 1)  # a bit of its own: a box takes any number of draws
         if self.encodes_later and (found := find_part(content, choose)):
             return encode(content, index, is_flipped, found[1])
         pixels = self.fit(decode(content, choose), is_flipped)
@@ -140,7 +140,7 @@ class ImageFolder(Images):
         return f"{len(self)} images with digest {digest(self.paths, self.labels):08x} of names and classes"
 
 
-def random_box(width: int, height: int, chance: random.Random) -> Box:
+def random_box(width: int, height: int, chance: random.Random) -> CropBox:
     """Draw the box of a random-resized crop, from the same distribution as torchvision's RandomResizedCrop.
 
     Source: Szegedy et al. 2014, Going deeper with convolutions, https://arxiv.org/abs/1409.4842.
@@ -151,16 +151,16 @@ def random_box(width: int, height: int, chance: random.Random) -> Box:
         ratio = math.exp(chance.uniform(low, high))
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
-            return Box(chance.randint(0, width - w), chance.randint(0, height - h), w, h)
+            return CropBox(chance.randint(0, width - w), chance.randint(0, height - h), w, h)
     # The image is long and narrow: take its centre, with the nearest ratio.
     ratio = min(max(width / height, RATIO[0]), RATIO[1])
     w, h = min(width, round(height * ratio)), min(height, round(width / ratio))
-    return Box((width - w) // 2, (height - h) // 2, w, h)
+    return CropBox((width - w) // 2, (height - h) // 2, w, h)
 
 
-def whole_box(width: int, height: int) -> Box:
+def whole_box(width: int, height: int) -> CropBox:
     """Return the box of the whole image."""
-    return Box(0, 0, width, height)
+    return CropBox(0, 0, width, height)
 
 
 def resize(pixels: Tensor, height: int, width: int) -> Tensor:
@@ -266,16 +266,16 @@ def load_imagefolder(
     listing = Listing.from_bytes(found) if found else find_images(args.data_dir)
     if found:
         check_listing(listing, args.data_dir)
-    halves = [
+    splits = [
         ImageFolder(samples, args.image_size, args.seed, is_train, args.data_dir)
         for samples, is_train in ((listing.train, True), (listing.test, False))
     ]
-    data = data_of(halves, len(listing.classes), args, device, on_bad_image)
+    data = data_of(splits, len(listing.classes), args, device, on_bad_image)
     return replace(data, classes=listing.classes)
 
 
 def data_of(
-    halves: Sequence[Images],
+    splits: Sequence[Images],
     num_classes: int,
     args: Options,
     device: torch.device,
@@ -289,16 +289,16 @@ def data_of(
         raise UserError("--decode gpu: this run is on a CPU; drop it")
     decode_parts = PartDecoder(device, max(1, args.workers)) if args.decode == "gpu" else None
 
-    def split(images: Images) -> LoadedSplit:
+    def load_split(images: Images) -> LoadedSplit:
         if not decode_parts:
             return LoadedSplit(images, args, device, on_bad_image, normalise)
         images.encodes_later = True
         decode = BatchDecoder(images.image_size, images.fit, images.path, decode_parts)
         return LoadedSplit(images, args, device, on_bad_image, normalise, collate, decode)
 
-    for images in halves:
+    for images in splits:
         images.eval_resize = args.eval_resize
-    train, test = map(split, halves)
+    train, test = map(load_split, splits)
     return replace(Data.of_images(train, test, 3, args.image_size, num_classes), may_skip=args.skip_bad_images)
 
 
@@ -334,13 +334,13 @@ def is_link_cycle(path: Path) -> bool:
     return any(parent.resolve().is_relative_to(target) for parent in path.absolute().parents)
 
 
-def _scan(folder: Path, half: str) -> dict[str, list[str]]:
-    """Return the classes of half/CLASS and the paths of their images below the folder, both sorted.
+def _scan(folder: Path, split: str) -> dict[str, list[str]]:
+    """Return the classes of split/CLASS and the paths of their images below the folder, both sorted.
 
     Hidden files and folders are left out, such as .ipynb_checkpoints, macOS's ._photo.jpg and .Trash, and so are
     Synology's thumbnails and links that lead back. A link to nothing may be a class or a folder, and is refused.
     """
-    root, layout = folder / half, "imagefolder expects DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg"
+    root, layout = folder / split, "imagefolder expects DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg"
 
     def refuse(error: OSError) -> NoReturn:  # os.walk() would pass over it as if it were empty
         fix = layout if error.filename == str(root) else "make it readable for this user, or remove it"

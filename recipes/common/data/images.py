@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 
-class Box(NamedTuple):
+class CropBox(NamedTuple):
     """A part of an image, in pixels."""
 
     left: int
@@ -48,7 +48,7 @@ def read(path: str) -> bytes:
         return file.read()
 
 
-def decode(content: bytes, choose: Callable[[int, int], Box]) -> Tensor:
+def decode(content: bytes, choose: Callable[[int, int], CropBox]) -> Tensor:
     """Return the part of an image that choose(width, height) selects: uint8, shape (H, W, 3).
 
     `choose` may be called twice, and has to return the same.
@@ -99,7 +99,7 @@ def _to_8_bits(image: Image.Image) -> Image.Image:
     return image
 
 
-def find_part(content: bytes | np.ndarray, choose: Callable[[int, int], Box]) -> tuple[Any, Box] | None:
+def find_part(content: bytes | np.ndarray, choose: Callable[[int, int], CropBox]) -> tuple[Any, CropBox] | None:
     """Return the part of an image that choose(width, height) selects, as nvImageCodec's stream and as a box.
 
     Return None for what Pillow has to decode: all but whole plain colour JPEGs. `content` must outlive the stream.

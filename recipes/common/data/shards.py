@@ -37,7 +37,7 @@ from recipes.common.data.file_pool import FilePool
 from recipes.common.data.imagefolder import Images, data_of, find_images
 from recipes.common.data.images import read
 from recipes.common.data.splits import Data, digest
-from recipes.common.data.stores import PART_BYTES, Store, begin, open_store, printable
+from recipes.common.data.stores import PART_BYTES, Store, begin_read, open_store, printable
 from recipes.common.data.workers import Keys, Sample
 from recipes.common.errors import UserError, as_user_error
 from recipes.common.folders import check_file
@@ -50,7 +50,7 @@ INDEX = "index.npz"
 FIELDS = {"shard": np.int32, "offset": np.int64, "size": np.int32, "crc": np.uint32, "label": np.int64}
 """For each image: the number of its shard, its offset there, its size in bytes, their CRC-32, and its class."""
 
-HALVES = ("train", "val")
+SPLITS = ("train", "val")
 
 STORAGE_SEED = 2**63 - 1
 """Seeds the order of training images in shards; as a run's --seed, it would give epoch 0 the same order."""
@@ -146,7 +146,8 @@ class RemoteImages(ShardedImages):
         for group in self._groups(index for index in indices if index not in found):
             first, end = self._value("offset", group[0]), self._end(group[-1])
             check = [partial(self.is_packed, group[0])] if len(group) == 1 else []
-            future = begin(partial((self.cache or self.store).read, self._shard(group[0]), first, end, *check))
+            read = partial((self.cache or self.store).read, self._shard(group[0]), first, end, *check)
+            future = begin_read(read)
             found |= {index: (future, self._value("offset", index) - first) for index in group}
         return found
 
@@ -234,7 +235,7 @@ def check_sizes(folder: str, shards: dict[str, int], found: Iterator[int]) -> No
 
 
 def parse_index(content: bytes, place: str) -> tuple[dict[str, Any], dict[str, dict[str, np.ndarray]]]:
-    """Return the index's facts about all images and, by half, the arrays of FIELDS.
+    """Return the index's facts about all images and, by split, the arrays of FIELDS.
 
     Raises UserError if it is no index, or an image is outside of its shard, or a shard outside of the folder.
     """
@@ -244,24 +245,24 @@ def parse_index(content: bytes, place: str) -> tuple[dict[str, Any], dict[str, d
                 raise ValueError("it unpacks to more than an index")
         with np.load(io.BytesIO(content), allow_pickle=False) as index:
             about = json.loads(str(index["about"]))
-            halves = {half: {name: index[f"{half}_{name}"] for name in FIELDS} for half in HALVES}
+            splits = {split: {name: index[f"{split}_{name}"] for name in FIELDS} for split in SPLITS}
         sizes, num_classes = np.array([*about["shards"].values()]), about["num_classes"]
         if sizes.dtype != np.int64 or type(num_classes) is not int:
             raise ValueError("a size or num_classes is not a whole number")
         if strange := [name for name in about["shards"] if not re.fullmatch(r"\w[\w.-]*", name)]:
             raise ValueError(f"{strange[0]!r} is not a shard's name")
-        for half, fields in halves.items():
+        for split, fields in splits.items():
             arrays = [fields[name] for name in FIELDS]
             if [array.dtype for array in arrays] != [*FIELDS.values()]:
-                raise ValueError(f"{half} has other fields than images have")
+                raise ValueError(f"{split} has other fields than images have")
             if not len(arrays[0]) or {array.shape for array in arrays} != {(len(arrays[0]),)}:
-                raise ValueError(f"{half} has no images, or not all of them have all fields")
+                raise ValueError(f"{split} has no images, or not all of them have all fields")
             shard, offset, size, _, label = (array.astype(np.int64) for array in arrays)
             sound = [shard >= 0, shard < len(sizes), offset >= 0, size >= 0, size <= MAX_IMAGE_BYTES]
             sound += [label >= 0, label < num_classes]
             if not all(values.all() for values in sound) or (offset > sizes[shard] - size).any():
-                raise ValueError(f"an image of {half} is where there can be none")
-        if num_classes > len(halves["train"]["label"]):
+                raise ValueError(f"an image of {split} is where there can be none")
+        if num_classes > len(splits["train"]["label"]):
             raise ValueError("there are more classes than images")
         names = about.get("classes")  # older indices have none
         if names is not None and (len(names) != num_classes or not all(isinstance(name, str) for name in names)):
@@ -269,7 +270,7 @@ def parse_index(content: bytes, place: str) -> tuple[dict[str, Any], dict[str, d
     except Exception as error:  # numpy, zipfile, its decompressors and json raise many kinds
         reason = printable(str(error) or type(error).__name__)
         raise UserError(f"--data shards: {place} is damaged ({reason}); pack the images again") from None
-    return about, halves
+    return about, splits
 
 
 def load_shards(
@@ -281,7 +282,7 @@ def load_shards(
     """
     url = url_of(args.data_dir)
     folder = url or str(args.data_dir)
-    about, halves = parse_index(index or read_index(args), f"{folder}/{INDEX}")
+    about, splits = parse_index(index or read_index(args), f"{folder}/{INDEX}")
     shards = about["shards"]
     if args.shuffle_block > 1 and not about.get("is_shuffled"):
         what = f"the shards of {folder} hold class after class, and so would batches"
@@ -292,7 +293,7 @@ def load_shards(
         make = partial(RemoteImages, store, open_cache(store, args.cache_dir, shards) if args.cache_dir else None)
     else:
         check_sizes(folder, shards, ((args.data_dir / name).stat().st_size for name in shards))
-    train, test = (make(list(shards), halves[half], args, half == "train") for half in HALVES)
+    train, test = (make(list(shards), splits[split], args, split == "train") for split in SPLITS)
     data = data_of((train, test), about["num_classes"], args, device, on_bad_image)
     return replace(data, classes=about.get("classes", ()))
 
@@ -311,14 +312,14 @@ def pack(source: Path, folder: Path, shard_bytes: int) -> Iterator[tuple[str, in
         raise UserError(f"OUT {folder} is not empty; remove what it holds, or choose another folder")
     arrays: dict[str, Any] = {}
     shards: dict[str, int] = {}
-    for half, samples in zip(HALVES, (listing.train, listing.test), strict=True):
+    for split, samples in zip(SPLITS, (listing.train, listing.test), strict=True):
         order = list(range(len(samples)))  # evaluation reads val in this order
-        if half == "train":
+        if split == "train":
             order = permutation(len(samples), STORAGE_SEED, epoch=0).tolist()
         rows: dict[int, tuple[int, int, int, int, int]] = {}
         numbers = itertools.count()
         while len(rows) < len(samples):
-            name, first = f"{half}-{next(numbers):06d}.tar", len(rows)
+            name, first = f"{split}-{next(numbers):06d}.tar", len(rows)
             with tarfile.open(folder / name, "x") as tar:
                 while len(rows) < len(samples) and tar.offset < shard_bytes:
                     index = order[len(rows)]
@@ -334,7 +335,7 @@ def pack(source: Path, folder: Path, shard_bytes: int) -> Iterator[tuple[str, in
             shards[name] = (folder / name).stat().st_size
             yield name, len(rows) - first
         for number, (name, kind) in enumerate(FIELDS.items()):
-            arrays[f"{half}_{name}"] = np.array([rows[index][number] for index in range(len(samples))], kind)
+            arrays[f"{split}_{name}"] = np.array([rows[index][number] for index in range(len(samples))], kind)
     classes = listing.classes
     about = {"num_classes": len(classes), "classes": classes, "shards": shards, "is_shuffled": True}
     write_index(folder, about, arrays)

@@ -37,7 +37,7 @@ RawSplits = tuple[Batch, Batch]
 
 
 class Split(ABC):
-    """The training or the test half of a data set."""
+    """The training or the test split of a data set."""
 
     skipped = 0
     """Images left out so far because they do not decode."""
@@ -100,7 +100,7 @@ class Data:
     classes: Sequence[str] = ()
     """The classes' names, in the order of their numbers, if they have any."""
     fingerprints: dict[str, Any] = field(default_factory=dict)
-    """A string that identifies each half: all ranks have the same ones, and all launches of a run should.
+    """A string that identifies each split: all ranks have the same ones, and all launches of a run should.
 
     Also `classes`, if they have names.
     """

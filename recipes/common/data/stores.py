@@ -82,7 +82,7 @@ class Store(ABC):
         raise OSError(errno.EIO, f"{reason}, {len(RETRY_PAUSES)} times")
 
     def result(self, future: Future[Any]) -> Any:
-        """Return the result of a read that begin() started; raises OSError, also after a time-out."""
+        """Return the result of a read that begin_read() started; raises OSError, also after a time-out."""
         try:
             return future.result(self.longest_s)
         except TimeoutError:
@@ -90,7 +90,7 @@ class Store(ABC):
 
     def results(self, actions: Iterable[Callable[[], Any]]) -> Iterator[Any]:
         """Yield the results of several reads, in order; some of them run at once."""
-        yield from map(self.result, [begin(action) for action in actions])
+        yield from map(self.result, [begin_read(action) for action in actions])
 
     @abstractmethod
     def _size(self, name: str) -> int: ...
@@ -241,7 +241,7 @@ def open_store(url: str, timeout_s: float) -> Store:
     return FsspecStore(url, timeout_s)
 
 
-def begin(action: Callable[[], Any]) -> Future[Any]:
+def begin_read(action: Callable[[], Any]) -> Future[Any]:
     """Begin a read in a thread of this process; Store.result() waits for its result."""
     future: Future[Any] = Future()
     start_readers().put((future, action))

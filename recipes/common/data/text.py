@@ -1,6 +1,6 @@
 """--data text: the files below a folder as bytes, by default the sources of Python's standard library.
 
-Files are split into a training and a test half, whole, and each half is cut into windows of --seq-len bytes.
+Each file belongs as a whole to the training or the test split, which is cut into windows of --seq-len bytes.
 """
 
 from __future__ import annotations

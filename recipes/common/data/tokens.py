@@ -31,8 +31,8 @@ from recipes.common.errors import UserError, as_user_error
 from recipes.common.folders import check_file
 from recipes.common.options import Options
 
-HALF = re.compile(r"(?<![A-Za-z])(train|val)")
-"""In the name of a file of tokens: which half it belongs to. Not within a word: pretrain, interval."""
+SPLIT_NAME = re.compile(r"(?<![A-Za-z])(train|val)")
+"""In the name of a file of tokens: which split it belongs to. Not within a word: pretrain, interval."""
 
 HEADER_BYTES = 1024
 MARKS = {20240520: 2, 20240801: 4}
@@ -44,7 +44,7 @@ MIN_PROBED = 8
 """Fewer different tokens show nothing: one, and zeros as padding, may be right."""
 
 FINGERPRINT_WINDOWS = 64
-"""Up to this many windows of a half, evenly spaced, go into its digest."""
+"""Up to this many windows of a split, evenly spaced, go into its digest."""
 
 
 class TokenFile(NamedTuple):
@@ -158,30 +158,30 @@ def load_tokens(args: Options, device: torch.device, on_fault: Callable[[UserErr
     def report(error: UserError) -> None:
         on_fault(UserError(f"{error}; fix this, then add --resume auto"))
 
-    halves: dict[str, list[Path]] = {"train": [], "val": []}
+    splits: dict[str, list[Path]] = {"train": [], "val": []}
     for path in paths:
         if path.suffix == ".bin" and path.name[0] != ".":
-            if len(found := set(HALF.findall(path.name))) > 1:
+            if len(found := set(SPLIT_NAME.findall(path.name))) > 1:
                 raise UserError(f"--data tokens: {path} has both 'train' and 'val' in its name; rename it")
-            for half in found:
-                halves[half].append(path)
+            for split in found:
+                splits[split].append(path)
 
-    def split(half: str) -> LoadedSplit:
-        named = halves[half]
+    def load_split(split: str) -> LoadedSplit:
+        named = splits[split]
         if not named:
-            like = f"such as {half}.bin or x_{half}_1.bin"
-            what = f"{args.data_dir} has no file of tokens with {half!r} in its name, {like}"
+            like = f"such as {split}.bin or x_{split}_1.bin"
+            what = f"{args.data_dir} has no file of tokens with {split!r} in its name, {like}"
             raise UserError(f"--data tokens: {what}; docs/data.md says how to write it")
         windows = TokenWindows([inspect_file(path, width) for path in named], args.seq_len, args.vocab_size)
         if not len(windows):
             longest = max(file.num_tokens for file in windows.files)
-            what = f"the {half} files in {args.data_dir} have at most {longest} tokens, too few for a window"
+            what = f"the {split} files in {args.data_dir} have at most {longest} tokens, too few for a window"
             raise UserError(f"--data tokens: {what} of --seq-len {args.seq_len} and the token after it")
         short = sum(file.num_tokens <= args.seq_len for file in windows.files)
         if short and os.environ.get("RANK", "0") == "0":
-            what = f"{short} of {len(named)} {half} files have at most --seq-len {args.seq_len} tokens"
+            what = f"{short} of {len(named)} {split} files have at most --seq-len {args.seq_len} tokens"
             print(f"note: {what}, and are left out", file=sys.stderr)
         return LoadedSplit(windows, args, device, report)
 
     tokens = Spec((args.seq_len,), torch.int64)
-    return Data(split("train"), split("val"), tokens, tokens, args.vocab_size, "tokens")
+    return Data(load_split("train"), load_split("val"), tokens, tokens, args.vocab_size, "tokens")

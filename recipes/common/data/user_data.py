@@ -15,7 +15,7 @@ from recipes.common.data.splits import Batch, Data, MemorySplit, Spec, Split, di
 from recipes.common.data.workers import LoadedSplit, Sample, check_sendable, read_evenly
 from recipes.common.errors import UserError, nearest
 from recipes.common.options import Options
-from recipes.common.seeding import mix, seed_all
+from recipes.common.seeding import hash_seed, seed_all
 from recipes.common.task import SKIPPED
 from recipes.common.user_code import call_user_code, import_user_code, name_of, refusal
 
@@ -65,7 +65,7 @@ class SeededSamples(Dataset[Any]):
 
     def __getitem__(self, key: tuple[int, int]) -> Sample:
         epoch, index = key
-        value = mix(self.seed, epoch if self.is_train else 0, index)
+        value = hash_seed(self.seed, epoch if self.is_train else 0, index)
         what, fix = f"{self.what}[{index}]", "fix it, then add --resume auto"
         with torch.random.fork_rng(devices=[]):
             seed_all(value)
@@ -110,8 +110,8 @@ def load_user_data(args: Options, device: torch.device, on_fault: Callable[[User
     what = f"--data {args.data}"
     found = call_user_code(what, import_user_code("--data", args.data))
     kind, num_classes = _target_of(found, what)
-    halves = {half: _without_graph(f"{what}: {half!r}", found[half]) for half in ("train", "test")}
-    first = {half: _first_sample(f"{what}: {half!r}", samples) for half, samples in halves.items()}
+    splits = {split: _without_graph(f"{what}: {split!r}", found[split]) for split in ("train", "test")}
+    first = {split: _first_sample(f"{what}: {split!r}", samples) for split, samples in splits.items()}
     ours, theirs = _specs(*first["train"]), _specs(*first["test"])
     if ours != theirs:
         lack = f"a sample of 'train' is {describe(ours)}, one of 'test' {describe(theirs)}"
@@ -124,23 +124,23 @@ def load_user_data(args: Options, device: torch.device, on_fault: Callable[[User
     are_inputs = kind != "class" and inputs.dtype == torch.int64
     numbers = Numbers(num_classes if kind != "values" else None, are_inputs)
 
-    def split(half: str) -> Split:
-        name, samples = f"{what}: {half!r}", halves[half]
+    def load_split(split: str) -> Split:
+        name, samples = f"{what}: {split!r}", splits[split]
         if not _are_tensors(samples):
-            dataset = SeededSamples(samples, first[half], numbers, name, args.seed, half == "train")
+            dataset = SeededSamples(samples, first[split], numbers, name, args.seed, split == "train")
             if args.workers:
                 check_sendable(dataset, name)
             return LoadedSplit(dataset, args, device, on_fault)
         if wrong := numbers.wrong(*samples):
             raise UserError(f'{name}: {wrong}; fix it, or "num_classes"')
-        if kind != "values" and half == "train" and bool((samples[1] == SKIPPED).all()):
+        if kind != "values" and split == "train" and bool((samples[1] == SKIPPED).all()):
             raise UserError(f"{name}: all targets are {SKIPPED}, so none counts; give classes or tokens")
         return MemorySplit(*(tensor.to(device) for tensor in samples))
 
-    train, may_skip = halves["train"], kind != "values"
+    train, may_skip = splits["train"], kind != "values"
     if may_skip and _are_tensors(train):
         may_skip = bool((train[1] == SKIPPED).any())
-    return Data(split("train"), split("test"), inputs, targets, num_classes, kind, may_skip=may_skip)
+    return Data(load_split("train"), load_split("test"), inputs, targets, num_classes, kind, may_skip=may_skip)
 
 
 def _target_of(found: Any, what: str) -> tuple[str, Any]:
@@ -185,7 +185,7 @@ def _as_tensor(value: Any) -> Tensor:
 
 
 def _first_sample(what: str, samples: Any) -> Batch:
-    """Return the first sample of a half; raises UserError if the half is empty or of another form."""
+    """Return the first sample of a split; raises UserError if the split is empty or of another form."""
     if _are_tensors(samples):
         inputs, targets = samples
         counts = [len(tensor) if tensor.ndim else 0 for tensor in samples]

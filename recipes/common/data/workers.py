@@ -38,7 +38,7 @@ from recipes.common.data.splits import Batch, Split
 from recipes.common.errors import UserError
 from recipes.common.options import Options
 from recipes.common.process.open_files import WORKER_FILES, allow_open_files
-from recipes.common.process.signals import STOP_SIGNALS, blocked
+from recipes.common.process.signals import STOP_SIGNALS, block_signals
 from recipes.common.process.sockets import choose_socket_folder
 
 MAX_WARNINGS = 10
@@ -63,7 +63,7 @@ def start_tracker() -> None:
 
     Slurm may send the stop signals to every process of a job, and the launcher ends a rank by USR2 to its group.
     """
-    with blocked(*STOP_SIGNALS, signal.SIGUSR2):
+    with block_signals(*STOP_SIGNALS, signal.SIGUSR2):
         resource_tracker.ensure_running()
 
 
@@ -76,7 +76,7 @@ def start_server() -> BaseContext:
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")
     start_tracker()
     choose_socket_folder()
-    with blocked(*STOP_SIGNALS, signal.SIGINT):  # the workers that it starts inherit this, and end with the rank
+    with block_signals(*STOP_SIGNALS, signal.SIGINT):  # its workers inherit this, and end with the rank
         forkserver.ensure_running()
     # At the rank's exit, this runs before multiprocessing sends TERM to the workers, which block it, and waits.
     util.Finalize(None, _kill_all, exitpriority=100)
@@ -117,7 +117,7 @@ def end_with_rank(worker_id: int) -> None:
 
 
 @contextlib.contextmanager
-def bounded(seconds: float) -> Iterator[None]:
+def limit_worker_wait(seconds: float) -> Iterator[None]:
     """Raise a WorkerError if a wait for workers takes longer than `seconds`, or one of them has died.
 
     No other time-out may apply: if all ranks wait for the same file system, none of them is in a collective.
@@ -312,10 +312,10 @@ class LoadedSplit(Split):
         """
         # The loader keeps its workers, and reads the keys anew in each epoch.
         self.keys.epoch, self.keys.batches = epoch, (index for index in indices if len(index))
-        with without_main(), bounded(self.bound_s):  # if workers are kept, this waits for each of them
+        with without_main(), limit_worker_wait(self.bound_s):  # if workers are kept, this waits for each of them
             loaded = iter(self.loader)
         while True:
-            with self.idle.waiting(), bounded(self.bound_s):
+            with self.idle.waiting(), limit_worker_wait(self.bound_s):
                 batch = next(loaded, None)
             if batch is None:
                 break

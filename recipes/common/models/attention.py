@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 @dataclass(frozen=True)
-class Divided:
+class SequenceSharding:
     """How a rank that has a part of each sequence does what the two functions below do for a whole one."""
 
     attend: Callable[..., Tensor]
@@ -21,7 +21,7 @@ class Divided:
     positions: Callable[[int, torch.device | None], Tensor]
 
 
-_divided: Divided | None = None
+_sharding: SequenceSharding | None = None
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
@@ -31,22 +31,22 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
     of a replica divide the sequences, they exchange keys and values: call it on all of them.
     """
     more: dict[str, Any] = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    if _divided is None:
+    if _sharding is None:
         return scaled_dot_product_attention(q, k, v, is_causal=True, **more)
-    return _divided.attend(q, k, v, **more)
+    return _sharding.attend(q, k, v, **more)
 
 
 def positions(length: int, device: torch.device | None = None) -> Tensor:
     """Return the place in the whole sequence of each position that the model gets: int64, shape (length,)."""
-    return _divided.positions(length, device) if _divided else torch.arange(length, device=device)
+    return _sharding.positions(length, device) if _sharding else torch.arange(length, device=device)
 
 
 @contextlib.contextmanager
-def sequences(divided: Divided | None) -> Iterator[None]:
+def use_sequence_sharding(sharding: SequenceSharding | None) -> Iterator[None]:
     """Divide sequences in this block; None: take them as whole."""
-    global _divided
-    before, _divided = _divided, divided
+    global _sharding
+    before, _sharding = _sharding, sharding
     try:
         yield
     finally:
-        _divided = before
+        _sharding = before

@@ -17,7 +17,7 @@ from recipes.common.job import Job
 from recipes.common.options import HOOKED
 from recipes.common.seeding import seed_step
 from recipes.common.world.agreement import run_on_all_ranks
-from recipes.common.world.peers import Peers, own_part
+from recipes.common.world.peers import Peers, local_tensor
 
 
 def warnings_before_training(job: Job) -> Iterator[str]:
@@ -114,7 +114,7 @@ def buffer_digests(model: nn.Module) -> dict[str, str]:
     """Return a digest of each buffer by its name, without batch norm's, which have a warning of their own."""
     owners = {name: module for name, module in model.named_modules() if not isinstance(module, _BatchNorm)}
     return {
-        f"{path}.{name}".lstrip("."): f"{tuple(buffer.shape)} {digest(own_part(buffer))}"
+        f"{path}.{name}".lstrip("."): f"{tuple(buffer.shape)} {digest(local_tensor(buffer))}"
         for path, module in owners.items()
         for name, buffer in module.named_buffers(recurse=False)
     }

@@ -97,11 +97,11 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     return first <= end and start <= last and bool(torch.isin(places(one), places(other)).any())
 
 
-Check = Callable[[nn.Module, Options, Data], None]
+ModelCheck = Callable[[nn.Module, Options, Data], None]
 """Raises UserError if a model does not pass: (model, options, data)."""
 
 
-def check_on(device: torch.device, check: Check, model: nn.Module, args: Options, data: Data) -> None:
+def check_on(device: torch.device, check: ModelCheck, model: nn.Module, args: Options, data: Data) -> None:
     """Run a check on the CPU and, if the model does not pass there, on the device where it will run.
 
     So a model passes that needs a GPU, as for some attention kernels, or that is too large for a GPU as a whole.

@@ -74,19 +74,19 @@ def wrap_in_ddp(
     return ddp
 
 
-def settle_buckets(
-    ddp: nn.Module, data: Data, device: torch.device, own_part: Callable[[Tensor], Tensor] = lambda inputs: inputs
+def build_final_buckets(
+    ddp: nn.Module, data: Data, device: torch.device, select: Callable[[Tensor], Tensor] = lambda inputs: inputs
 ) -> None:
     """Make DDP build its final buckets; call it on all ranks, before the model is compiled.
 
-    `own_part` returns what this rank trains on of samples' inputs (default: all).
+    `select` returns what this rank trains on of samples' inputs (default: all).
 
     DDP rebuilds its buckets in the order in which the first backward computes gradients. A gradient's place in a
     bucket decides how a sum over three or more ranks is rounded. A pass over a sample, before training, makes the
     first step after a resume round like any other. It runs in eval(), so that it changes no statistics.
     """
     ddp.eval()
-    ddp(own_part(data.examples(1)[0]).to(device)).abs().sum().backward()  # abs: complex numbers have no gradients
+    ddp(select(data.examples(1)[0]).to(device)).abs().sum().backward()  # abs: complex numbers have no gradients
     if missing := missing_gradients(trained(ddp)):
         what = f"--deterministic: the parameter {missing[0]} got no gradient in eval(), and DDP needs all"
         raise UserError(f"{what}; {FIX_MISSING}", on_one_rank=True)
@@ -146,13 +146,13 @@ def check_complete(ddp: DistributedDataParallel) -> None:
     except RuntimeError as error:
         found = re.search(r"did not receive grad for rank \d+: ([^\s,]+)", str(error))
         name = found[1] if found else "unknown"  # a name or, unless TORCH_DISTRIBUTED_DEBUG is set, a number
-        raise incomplete(names[int(name)] if name.isdigit() else name) from None
+        raise missing_gradient_error(names[int(name)] if name.isdigit() else name) from None
     # DDP notices nothing if no parameter at all got a gradient; otherwise, all have one here.
     if all(parameter.grad is None for parameter in ddp.parameters()):
-        raise incomplete(names[0])
+        raise missing_gradient_error(names[0])
     check_frozen(vars(ddp)["frozen"])
 
 
-def incomplete(name: str) -> UserError:
+def missing_gradient_error(name: str) -> UserError:
     """Return the error about a parameter without a gradient."""
     return UserError(f"the parameter {name} got no gradient, and DDP needs all; {FIX_MISSING}", on_one_rank=True)

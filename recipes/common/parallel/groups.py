@@ -67,7 +67,7 @@ def gather_values(value: T | None, peers: Peers, group: dist.ProcessGroup, timeo
     places = [deque[Tensor]() for _ in sizes]
     if is_first:
         values = [map_tree(value, torch.is_tensor, lambda tensor: tensor.detach().cpu())]
-        values += map(reserve, texts[1:], places[1:])
+        values += map(allocate_tensors, texts[1:], places[1:])
         allow_open_files(len(os.listdir("/dev/fd")) + len(sizes))  # in a large job, gloo connects only now
     starts = ((rank, size, start) for rank, size in enumerate(sizes) for start in range(0, size, PIECE_BYTES))
     pieces = deque((rank, min(PIECE_BYTES, size - start)) for rank, size, start in starts)
@@ -93,19 +93,19 @@ def receive_piece(size: int, contents: deque[Tensor], group: dist.ProcessGroup, 
     piece = torch.empty(size, dtype=torch.uint8)
     # Checkpoint: each rank of the group that has bytes sends them to rank 0, in its turn.
     dist.recv(piece, group=group, group_src=sender)
-    for part, content in beside(piece, contents):
+    for part, content in pair_bytes(piece, contents):
         content.copy_(part)
 
 
 def send_piece(size: int, contents: deque[Tensor], group: dist.ProcessGroup) -> None:
     """Send bytes from the front of `contents` to rank 0."""
     piece = torch.empty(size, dtype=torch.uint8)
-    for part, content in beside(piece, contents):
+    for part, content in pair_bytes(piece, contents):
         part.copy_(content)
     dist.send(piece, group=group, group_dst=0)
 
 
-def reserve(text: bytes, place: deque[Tensor]) -> Any:
+def allocate_tensors(text: bytes, place: deque[Tensor]) -> Any:
     """Return the value of an outline that was saved as `text`; put the memory of its tensors into `place`."""
 
     def fill(slot: Slot) -> Tensor:
@@ -116,7 +116,7 @@ def reserve(text: bytes, place: deque[Tensor]) -> Any:
         return fill_slots(torch.load(io.BytesIO(text), weights_only=True), fill)
 
 
-def beside(piece: Tensor, contents: deque[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def pair_bytes(piece: Tensor, contents: deque[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield parts of a piece, each with as many bytes from the front of `contents`, which are removed there."""
     while len(piece) and contents:
         content = contents.popleft()

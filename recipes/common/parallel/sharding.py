@@ -26,7 +26,7 @@ from recipes.common.job import Job
 from recipes.common.nonfinite import total_norm
 from recipes.common.optim import optimizer_state
 from recipes.common.options import Options
-from recipes.common.world.peers import Peers, own_part
+from recipes.common.world.peers import Peers, local_tensor
 from recipes.common.world.tree import Slot
 
 Boxes = Callable[[str | None, Box], list[Box]]
@@ -159,9 +159,9 @@ def own_shards(model: nn.Module, content: dict[str, Any]) -> dict[str, Any]:
         like = own.get(name) if name else None
         if not isinstance(like, DTensor) or not isinstance(slot, Slot) or slot.shape != tuple(like.shape):
             return slot
-        own_part = tuple(slice(*ends) for ends in own_box(like))
+        place = tuple(slice(*ends) for ends in own_box(like))
         # Sharding: each rank has received the whole tensor and copies its shard of it; the rest is freed.
-        return slot._replace(keep=lambda tensor: shard_like(like, tensor[own_part].clone()))
+        return slot._replace(keep=lambda tensor: shard_like(like, tensor[place].clone()))
 
     return map_states(content, model, cut)
 
@@ -192,7 +192,7 @@ def own_state(job: Job, grid: DeviceMesh | None = None, boxes: Boxes = lambda na
         nonlocal place
         if not isinstance(value, Tensor):
             return value
-        pieces, row, local = [], 0, own_part(value)
+        pieces, row, local = [], 0, local_tensor(value)
         for box in boxes(name, own_box(value)) if is_written_here(value, job.peers.rank, grid) else []:
             rows = box[0][1] - box[0][0] if box else 1
             part = local.detach().narrow(0, row, rows) if box else local.detach()

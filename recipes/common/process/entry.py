@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from recipes.common.errors import UserError, adjust_output, lack_of_processes, unrepeatable
+from recipes.common.errors import UserError, adjust_output, explain_unrepeatable, lack_of_processes
 from recipes.common.process.memory import keep_freed_memory
 from recipes.common.process.ranks import HAVE_MET
 from recipes.common.process.signals import STOP_SIGNALS, handle_stop_signals
@@ -87,7 +87,7 @@ def run_main(main: Callable[[], object]) -> int:
     except UserError as error:
         return _refuse(error)
     except (RuntimeError, BlockingIOError) as error:
-        if text := unrepeatable(_said(error)):
+        if text := explain_unrepeatable(_said(error)):
             return _refuse(UserError(text, on_one_rank=True))
         # The first is torch's class for GPUs; this file does not import torch.
         is_full = type(error).__name__ == "OutOfMemoryError" or MAIN_MEMORY in str(error)

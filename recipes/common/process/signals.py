@@ -26,7 +26,7 @@ def handle_stop_signals(handler: Callable[[int, FrameType | None], object]) -> N
 
 
 @contextlib.contextmanager
-def blocked(*numbers: signal.Signals) -> Iterator[None]:
+def block_signals(*numbers: signal.Signals) -> Iterator[None]:
     """Block signals here and in processes started here, then restore the mask (the tracker unblocks TERM)."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:

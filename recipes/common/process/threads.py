@@ -11,7 +11,7 @@ THREAD = "begun action"
 """The name of their threads."""
 
 
-def begin(actions: Sequence[Callable[[], Any]], threads: int) -> list[Future[Any]]:
+def begin_in_threads(actions: Sequence[Callable[[], Any]], threads: int) -> list[Future[Any]]:
     """Begin actions in order, in daemon threads: at Ctrl-C, Python would wait for those of a pool."""
     begun = [(Future[Any](), action) for action in actions]
     waiting = iter(begun)  # each thread takes the next one

@@ -136,8 +136,8 @@ def load_same_data(args: Options, recipe: str, peers: Peers, on_bad_image: Calla
 
         run_on_all_ranks(lambda: check_compiler(peers.device), peers)
     data = run_on_all_ranks(lambda: load_data(args, peers.device, on_bad_image, found), peers)
-    halves = {"the training set": data.train, "the test set": data.test}
-    facts = run_on_all_ranks(lambda: {name: half.fingerprint() for name, half in halves.items()}, peers)
+    splits = {"the training set": data.train, "the test set": data.test}
+    facts = run_on_all_ranks(lambda: {name: split.fingerprint() for name, split in splits.items()}, peers)
     check_same_facts(facts, peers)
     names = {"classes": list(data.classes)} if data.classes else {}  # the digests are of the labels, too
     return replace(data, fingerprints={**facts, **names})

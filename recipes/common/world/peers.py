@@ -48,14 +48,14 @@ class Peers:
 
 def broadcast_bytes(tensor: Tensor, broadcast: Callable[[Tensor], object]) -> None:
     """Overwrite a tensor of any dtype with another rank's by a broadcast of bytes, which no library lacks."""
-    own = own_part(tensor).detach()
+    own = local_tensor(tensor).detach()
     flat = own.contiguous().flatten()
     broadcast(flat.view(torch.uint8))
     if not own.is_contiguous():
         own.copy_(flat.view(own.shape))
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """Return the tensor, or what this rank has of a DTensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 

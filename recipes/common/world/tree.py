@@ -73,11 +73,11 @@ def fill_slots(outline: Any, fill: Callable[[Slot], Tensor]) -> Any:
     return map_tree(outline, lambda value: isinstance(value, Slot), fill)
 
 
-def broadcast_tree(tree: Any, peers: Peers, own_part: Callable[[Any], Any] | None = None) -> Any:
+def broadcast_tree(tree: Any, peers: Peers, own_shards: Callable[[Any], Any] | None = None) -> Any:
     """Return rank 0's tree of dicts, lists and tensors on the CPU; call it on all ranks.
 
     Tensors are sent one by one: besides the result, at most one tensor is in memory (on rank 0, the tree, too).
-    `own_part` gets the tree with a Slot for each tensor, and may set which part of each this rank keeps.
+    `own_shards` gets the tree with a Slot for each tensor, and may set which part of each this rank keeps.
     """
 
     def fill(slot: Slot) -> Tensor:
@@ -92,4 +92,4 @@ def broadcast_tree(tree: Any, peers: Peers, own_part: Callable[[Any], Any] | Non
     with peers.watch("checkpoint"), torch.serialization.safe_globals([Slot]):
         outline = peers.broadcast_object(outline)
     tensors = iter(sent)
-    return fill_slots(own_part(outline) if own_part else outline, fill)
+    return fill_slots(own_shards(outline) if own_shards else outline, fill)

@@ -166,7 +166,7 @@ def join_world(args: Options, ranks: Ranks, devices_per_rank: int = 1) -> World:
     device, control = connect(args.device, ranks, timeout, devices_per_rank)
     # Each rank notes what it waits for in the store at MASTER_ADDR:MASTER_PORT, where the others can read it.
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout)
-    watch = Watch(ranks.rank, ranks.world_size, args, dist.PrefixStore(f"watch/{attempt(ranks)}", store))
+    watch = Watch(ranks.rank, ranks.world_size, args, dist.PrefixStore(f"watch/{restart_count(ranks)}", store))
     return World(ranks.rank, ranks.world_size, device, control, watch)
 
 
@@ -187,18 +187,18 @@ def connect(
         server = serve_on_loopback(ranks.rank)
         # Of one rank: torch would let rank 0 wait for all without learning which of them have come.
         rendezvous = dist.rendezvous("env://", rank=ranks.rank, world_size=1, timeout=timeout)
-        with bounded(ranks.rank, timeout, "rendezvous_error"):
+        with limit_connecting(ranks.rank, timeout, "rendezvous_error"):
             if ranks.rank:
                 wait_for_store(ranks.rank, timeout)
             store, _, _ = next(iter(rendezvous))
-        store = dist.PrefixStore(attempt(ranks), store)
+        store = dist.PrefixStore(restart_count(ranks), store)
         del server  # the store has taken it over
         device = agree_on_device(
             lambda: choose_device(wanted, ranks, devices_per_rank),
             ranks.rank,
             lambda kind, text: _exchange_kinds(dist.PrefixStore("device", store), ranks, kind, text),
         )
-        with bounded(ranks.rank, timeout, "connection_error"):
+        with limit_connecting(ranks.rank, timeout, "connection_error"):
             return device, make_groups(dist.PrefixStore("groups", store), ranks, device.type, timeout)
     except dist.DistError as error:
         from recipes.common.process.rendezvous_errors import rendezvous_error
@@ -271,7 +271,7 @@ def serve_on_loopback(rank: int) -> dist.Store | None:
     return dist.TCPStore(*place, is_master=True, master_listen_fd=listener.detach(), **own)
 
 
-def attempt(ranks: Ranks) -> str:
+def restart_count(ranks: Ranks) -> str:
     """Return how often torchrun has restarted these ranks: `torchrun --max-restarts` keeps its store on one node.
 
     The agents of several nodes may count differently, and with --rdzv-backend=c10d make a new store.
@@ -280,7 +280,7 @@ def attempt(ranks: Ranks) -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_node else "0"
 
 
-def bounded(rank: int, timeout: timedelta, error_name: str) -> contextlib.AbstractContextManager[None]:
+def limit_connecting(rank: int, timeout: timedelta, error_name: str) -> contextlib.AbstractContextManager[None]:
     """End this process if it connects longer than two time-outs and SLACK_S: for a rank to come and to answer.
 
     Gloo itself waits for five if a rank ends after it has stored its address, and torch without a limit if another

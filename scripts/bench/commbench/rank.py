@@ -55,7 +55,7 @@ class WrongResultError(UserError):
     status = 1
 
 
-def bounded(what: str, timeout_s: float) -> contextlib.AbstractContextManager[None]:
+def exit_if_stuck(what: str, timeout_s: float) -> contextlib.AbstractContextManager[None]:
     """End this process if the block takes too long: MPI and Horovod would wait for a lost rank forever."""
 
     def give_up() -> None:
@@ -102,15 +102,15 @@ def measure(world: Backend, op: str, size: int, seconds: float, timeout_s: float
     parts = world.size if op == "all-gather" else 1
     numel = max(1, size // (4 * parts))
     what = f"{op} of {size} bytes"
-    with bounded(what, timeout_s):
+    with exit_if_stuck(what, timeout_s):
         check(world, op, numel)
     data = torch.zeros(numel, device=world.device)  # zeros: repeated sums cannot overflow
     call = {"all-reduce": world.all_reduce, "broadcast": world.broadcast, "all-gather": world.all_gather}[op]
-    with bounded(what, WARM_UPS * timeout_s):
+    with exit_if_stuck(what, WARM_UPS * timeout_s):
         once = world.largest(min(timed(lambda: call(data), world.device) for _ in range(WARM_UPS)))
     # All ranks have to make the same number of calls.
     count = int(min(MOST, max(FEWEST, seconds / max(once, 1e-7))))
-    with bounded(what, timeout_s + 2 * count * once):
+    with exit_if_stuck(what, timeout_s + 2 * count * once):
         times = [timed(lambda: call(data), world.device) for _ in range(count)]
         return numel * 4 * parts, world.largest(median(times)), count
 
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.backend in ("gloo", "nccl") and not has_ranks:
         raise UserError("RANK is not set: a launcher sets it; use make commbench, or start this by torchrun")
     torch.set_num_threads(1)
-    with bounded("meeting the others", args.timeout_s):
+    with exit_if_stuck("meeting the others", args.timeout_s):
         world = connect(args.backend, args.timeout_s)
     os.environ["RANK"] = str(world.rank)
     HAVE_MET.set()
@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             result_bytes, latency_s, calls = measure(world, op, size, args.seconds, args.timeout_s)
             row = (args.backend, op, result_bytes, world.size, world.device.type, 1e6 * latency_s, calls)
             rows.append(Row(*row))
-    with bounded("leaving", args.timeout_s):
+    with exit_if_stuck("leaving", args.timeout_s):
         world.leave()
     if world.rank == 0:
         if args.result:

@@ -32,7 +32,7 @@ BATCH_SIZE, WARM = 32, 4
 
 
 def read(words: Sequence[str], is_bare: bool = False) -> dict[str, float]:
-    """Read the training half once; return the images per second, without the WARM batches while workers start."""
+    """Read the training split once; return the images per second, without the WARM batches while workers start."""
     args = options(words)
     split: Any = load_data(args, torch.device("cpu"), on_bad_image=print).train
     if is_bare:
