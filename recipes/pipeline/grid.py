@@ -126,14 +126,15 @@ class Grid(World):
 
         Call it on all ranks of a replica.
         """
+        row = self.mesh.get_group("pp")
         filled = (share for share in shares if len(share))
         nothing = ((torch.empty(len(i), 0), target.zeros(len(i), self.device)) for i in filled)
         for inputs, targets in split.batches(filled, epoch) if self.stage == 0 else nothing:
-            targets = targets.to(self.device).contiguous()
+            targets = targets.to(self.device)
             # Pipeline: only a replica's first stage reads data; it broadcasts the targets, 8 bytes per label. NCCL
             # needs a first operation of the whole group before stages send activations to one another.
             with self.watch("labels"):
-                dist.broadcast(targets, group=self.mesh.get_group("pp"), group_src=0)
+                broadcast_bytes(targets, lambda own: dist.broadcast(own, group=row, group_src=0))
             yield inputs, targets
 
 

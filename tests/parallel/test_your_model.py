@@ -20,6 +20,7 @@ from recipes.single.train import options
 from tests.conftest import slow
 from tests.support import (
     ROOT,
+    assert_same_run,
     is_equal,
     largest_difference,
     losses,
@@ -480,6 +481,13 @@ no_zeros_alone = lambda data: nn.Sequential(Checked(2, 8), Spread(4), nn.Linear(
 thaws = lambda data: nn.Sequential(nn.Linear(2, 8), Thaws(), nn.Linear(8, 3))
 freezes = lambda data: nn.Sequential(nn.Linear(2, 8), Thaws(False), nn.Linear(8, 3))
 unrepeatable = lambda data: nn.Sequential(nn.Linear(2, 8), Unrepeatable(), nn.Linear(8, 3))
+
+plain = lambda data: nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
+
+def shorts():
+    inputs, classes = spirals()["train"]
+    pair = inputs, classes[:, None].repeat(1, 3).short()
+    return {"train": pair, "test": pair, "target": "values"}
 """
 
 
@@ -1210,3 +1218,9 @@ def test_text_ends_with_bits_tokens_and_a_sample(tmp_path, folder):
     assert losses(path)[-1] < losses(path)[0] < 1.1 * math.log(256)
     best = torch.load(path / "checkpoints" / "best.pt", weights_only=True)["position"]
     assert best["best_score"] == -min(line["test_bits_per_byte"] for line in epochs)
+
+
+def test_pipeline_broadcasts_targets_of_any_dtype(run):
+    """Gloo and NCCL know no int16."""
+    argv = ("--model", "mine:plain", "--data", "mine:shorts", "--task", "mine:SquaredError", "--max-steps", "5")
+    assert_same_run(run("pipeline", 2, *argv), run("single", 1, *argv))
