@@ -137,8 +137,8 @@ def test_without_tf32_a_gpu_rounds_as_a_cpu_does(tmp_path):
     run = train("single", tmp_path, 1, *STEPS)
     cpu = train("single", tmp_path / "cpu", 1, *STEPS, "--device", "cpu")
     assert_same_run(run, cpu, 1000 * 2**-24)
-    tf32 = train("single", tmp_path / "tf32", 1, *STEPS, "--tf32")
-    assert losses(tf32) != losses(run)
+    if torch.cuda.get_device_capability() >= (8, 0):  # Turing has no TF32
+        assert losses(train("single", tmp_path / "tf32", 1, *STEPS, "--tf32")) != losses(run)
     assert newest_checkpoint(run)["optimizer"]["param_groups"][0]["fused"] is True
 
 
