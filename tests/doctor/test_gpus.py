@@ -1,6 +1,7 @@
 """The check of one node's GPUs: for a prolog, a health check, and jobs that have failed."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -89,3 +90,29 @@ def test_a_hung_driver_that_also_floods_the_log_fits_in_the_promised_10_s():
 
 def test_bad_usage_is_one_line(check):
     assert check("--since-s", "-1") == (2, "error: --since-s: expects a number above 0, got '-1'\n")
+
+
+@pytest.mark.parametrize(
+    ("python", "is_fault"),
+    [
+        ("echo 'error: n2: Xid 79'; exit 1", True),
+        ("echo 'warning: n2: Xid 94'", False),
+        ("echo 'ImportError: no module' >&2; exit 1", False),
+        (None, False),  # there is no checkout
+    ],
+)
+def test_an_administrators_scripts_drain_a_node_for_a_fault_alone(tmp_path, python, is_fault):
+    """A checkout that is missing or broken on many nodes must not drain them all."""
+    page = (ROOT / "docs/slurm-admin.md").read_text()
+    scripts = re.findall(r"```bash\n(#!/bin/sh\n# (?:Prolog|HealthCheckProgram)=.*?)```", page, re.DOTALL)
+    if python:
+        (tmp_path / "checkout/.venv/bin").mkdir(parents=True)
+        write_program(tmp_path / "checkout/.venv/bin/python", python)
+    write_program(tmp_path / "scontrol", f'echo "$*" >>{tmp_path}/drained')
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    statuses = []
+    for script in scripts:
+        words = ["sh", "-c", script.replace("/opt/cluster-recipes", f"{tmp_path}/checkout")]
+        statuses.append(subprocess.run(words, env=env, capture_output=True, timeout=60).returncode)
+    assert statuses == [int(is_fault), 0]
+    assert (tmp_path / "drained").exists() is is_fault
