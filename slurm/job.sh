@@ -598,7 +598,7 @@ slurm_requeues() {
     local config shown version='SLURM_VERSION = ([0-9]+)\.([0-9]+)' limit='MaxBatchRequeue = ([0-9]+)'
     config=$(scontrol show config | tr -s ' ') shown=$(scontrol show job "$job" --oneliner)
     [[ $shown == *' Requeue=1 '* && $config == *'PreemptType = preempt/partition_prio'* &&
-        $(scontrol show partition "$SLURM_JOB_PARTITION") == *' PreemptMode=REQUEUE'* ]] &&
+        $(scontrol show partition "$SLURM_JOB_PARTITION") =~ ' PreemptMode='(GANG,)?REQUEUE ]] &&
         [[ $config =~ $version ]] && ((BASH_REMATCH[1] * 100 + 10#${BASH_REMATCH[2]} >= 2405)) &&
         [[ $config =~ $limit ]] && (($(job_field BatchFlag) < BASH_REMATCH[1]))
 }

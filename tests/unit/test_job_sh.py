@@ -374,6 +374,7 @@ def test_a_stopped_script_is_requeued_if_a_restart_would_go_on(script, tmp_path,
         ({"version": "23.11.10"}, True),
         ({"version": "24.05.0"}, False),
         ({"version": "25.11.2"}, False),
+        ({"version": "25.11.2", "mode": "GANG,REQUEUE"}, False),
         ({"version": "25.11.2", "mode": "CANCEL"}, True),
         ({"version": "25.11.2", "job": "Requeue=0 BatchFlag=1"}, True),  # then scontrol prints why it cannot
         ({"version": "25.11.2", "job": "Requeue=1 BatchFlag=5"}, True),  # after one more, Slurm holds the job
