@@ -23,9 +23,11 @@ unset SLURM_EXPORT_ENV SLURM_CPU_BIND SLURM_CPU_BIND_{LIST,TYPE,VERBOSE}
 if [[ -n ${SLURM_SRUN_COMM_PORT:-} ]]; then unset SLURM_DISTRIBUTION; fi
 # A step on one node cannot have the GPUs of all nodes (sbatch --gpus), and a task is to see all GPUs of its node, not only its
 # share (--gpus-per-task, in Slurm 24.11 as SLURM_TRES_PER_TASK). The job's own request applies to a step that makes none: of the
-# file's --gpus-per-node and a user's --gres=gpu:4 (refused since Slurm 26.05), the job has got the latter.
-asked=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}
-if [[ -n ${SLURM_GPUS_ON_NODE:-} && (-n ${SLURM_GPUS_PER_TASK:-} || ${SLURM_TRES_PER_TASK:-} == *gres/gpu* ||
+# file's --gpus-per-node and a user's --gres=gpu:4 (refused since Slurm 26.05), the job has got the latter. A whole node (--exclusive)
+# comes with its GPUs without a request: its steps would get none.
+asked=${SLURM_GPUS_PER_NODE:-}
+if [[ -n ${SLURM_GPUS:-}${SLURM_GPUS_PER_SOCKET:-} ]]; then asked=${asked:-${SLURM_GPUS_ON_NODE:-}}; fi
+if [[ ${SLURM_GPUS_ON_NODE:-0} != 0 && (-n ${SLURM_GPUS_PER_TASK:-} || ${SLURM_TRES_PER_TASK:-} == *gres/gpu* ||
     ${asked##*:} != "$SLURM_GPUS_ON_NODE" ||
     ${SLURM_GPUS:+${SLURM_GPUS##*:}} == "$((SLURM_GPUS_ON_NODE * SLURM_NNODES))") ]]; then
     export SLURM_GPUS_PER_NODE=$SLURM_GPUS_ON_NODE

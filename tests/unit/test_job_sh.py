@@ -1164,10 +1164,12 @@ def test_a_container_can_write_where_the_record_goes(job, tmp_path, option):
         ({"SLURM_GPUS": "6"}, "- 6"),  # the nodes have different numbers
         ({"SLURM_GPUS_PER_TASK": "1", "SLURM_TRES_PER_TASK": "cpu:4,gres/gpu:1"}, "4"),
         ({"SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=1", "SLURM_TRES_BIND": "gres/gpu:per_task:1"}, "4"),  # 24.11
-        ({"SLURM_TRES_PER_TASK": "cpu=4"}, "- cpu=4"),
+        ({"SLURM_GPUS_PER_NODE": "4", "SLURM_TRES_PER_TASK": "cpu=4"}, "4 cpu=4"),
         ({"SLURM_GPUS_PER_NODE": "h100:4"}, "h100:4"),
         ({"SLURM_GPUS_PER_NODE": "2"}, "4"),  # --gres=gpu:4 beside the file's --gpus-per-node=2
-        ({}, "-"),
+        ({"SLURM_GPUS_PER_SOCKET": "2"}, "-"),
+        ({}, "4"),  # --exclusive without a request: a step would have none
+        ({"SLURM_GPUS_ON_NODE": "0"}, "-"),
     ],
 )
 def test_each_step_has_all_gpus_of_its_nodes_however_they_were_asked_for(job, env, expected):
@@ -1176,7 +1178,7 @@ def test_each_step_has_all_gpus_of_its_nodes_however_they_were_asked_for(job, en
         "${SLURM_GPUS_PER_NODE:--}",
         *(f"${{SLURM_{name}:-}}" for name in ("GPUS", "GPUS_PER_TASK", "TRES_PER_TASK", "TRES_BIND")),
     )
-    done = job(then=f"echo {' '.join(names)}", SLURM_GPUS_ON_NODE="4", **env)
+    done = job(then=f"echo {' '.join(names)}", **{"SLURM_GPUS_ON_NODE": "4", **env})
     assert done.stdout.splitlines()[-1] == expected, done.stderr
 
 
