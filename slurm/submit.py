@@ -130,7 +130,7 @@ def check_job(args: Namespace) -> None:
         if there < needed:
             where = f"GPUS={args.gpus} on {args.nodes} node{'s' * (args.nodes > 1)} of this machine"
             raise UserError(f"{where}: {there} of {needed} GPUs are there; lower GPUS, or leave it out")
-    for name in () if args.local else ("sbatch", "srun", "squeue", "scontrol"):
+    for name in () if args.local else ("sbatch", "srun", "squeue", "scontrol", "sinfo"):
         if not shutil.which(name):
             other = "use --local (make submit: LOCAL=1), or run this on the cluster's login node"
             raise UserError(f"there is no {name} in PATH; {remedy(other)}")
@@ -211,7 +211,7 @@ def slurm_options(args: Namespace) -> dict[str, Any]:
 
 
 def check_by_slurm(options: dict[str, Any]) -> None:
-    """Let Slurm check the job without queueing it: an impossible job would wait forever. Raises UserError."""
+    """Let Slurm check the job before it is queued: an impossible job might wait forever. Raises UserError."""
     test = ["sbatch", "--test-only", *(f"--{name}={value}" for name, value in options.items()), "--wrap=true"]
     shown = subprocess.run(test, capture_output=True, text=True, timeout=60)
     if shown.returncode:
@@ -219,7 +219,21 @@ def check_by_slurm(options: dict[str, Any]) -> None:
         if any("configuration source" in line for line in lines):
             other = "submit from a login node, or use --local (make: LOCAL=1)"
             raise UserError(f"no Slurm is configured on this machine; {remedy(other)}")
-        raise UserError(f"Slurm refuses the job: {'; '.join(lines)}; {remedy('see sinfo')}")
+        why = "; ".join(lines)
+        # The test leaves out nodes that are down or drained; sbatch queues a job for them, and refuses others.
+        nodes = unavailable_nodes(options) if "allocation failure" in why else set()
+        if not nodes:
+            raise UserError(f"Slurm refuses the job: {why}; {remedy('see sinfo')}")
+        are = "nodes are" if len(nodes) > 1 else "node is"
+        found = f"{len(nodes)} {are} down or drained, see sinfo --list-reasons"
+        print(f"warning: the job may have to wait: {why}; {found}", file=sys.stderr)
+
+
+def unavailable_nodes(options: dict[str, Any]) -> set[str]:
+    """Return the nodes that are down or drained in the options' partition, or in all if they name none."""
+    command = ["sinfo", "--noheader", "--Node", "--format=%N", "--states=down,drain,fail"]
+    command += [f"--partition={options['partition']}"] if "partition" in options else []
+    return set(subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.split())
 
 
 def submit_runs(args: Namespace, folder: Path, runs: list[Run]) -> list[Any]:

@@ -214,6 +214,25 @@ def test_what_slurm_cannot_give_is_refused_before_it_is_queued(submitted, tmp_pa
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+def test_a_job_that_lacks_a_drained_node_is_queued_and_an_impossible_one_is_not(cluster, submitted, tmp_path):
+    words = ("--time", "5", "--no-follow", "--", "--runs-dir", str(tmp_path / "runs"))
+    cluster.run("scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=test")
+    try:
+        done = submitted("ddp", "--nodes", "3", *words)
+        assert done.status == 0, done.stderr
+        assert done.stderr.startswith("warning: the job may have to wait: allocation failure: ")
+        assert done.stderr.endswith("; 1 node is down or drained, see sinfo --list-reasons\n")
+        job = re.search(r"^job (\d+):", done.stdout, re.MULTILINE)[1]
+        assert cluster.run("squeue", "--noheader", "--jobs", job, "--format", "%T").strip() == "PENDING"
+        cluster.run("scancel", job)
+        done = submitted("ddp", "--gpus-per-node", "50", *words)
+        assert (done.status, done.stdout) == (2, ""), done.stderr
+        assert done.errors[-1].startswith("error: Slurm refuses the job: ")
+    finally:
+        cluster.run("scontrol", "update", "NodeName=n3", "State=RESUME")
+        cluster.wait_for_idle("n3")
+
+
 def test_a_refusal_by_the_recipe_is_status_2(submitted, tmp_path):
     options = words_for(tmp_path, "refused", "--data", "imagefolder", "--data-dir", "/nowhere")
     done = submitted("ddp", "--nodes", "2", "--time", "5", "--", *options)

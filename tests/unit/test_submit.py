@@ -39,7 +39,7 @@ def commands(tmp_path, monkeypatch):
 @pytest.fixture
 def sbatch_file(commands):
     """Return a function that submits a job to a stand-in and returns what sbatch was given."""
-    for name in ("srun", "squeue", "scontrol"):
+    for name in ("srun", "squeue", "scontrol", "sinfo"):
         commands(name)
     commands("sbatch", 'case $* in *--test-only*) ;; *) echo "Submitted batch job 7" ;; esac')
 
@@ -92,6 +92,34 @@ def test_what_is_not_given_is_left_to_the_cluster(tmp_path, sbatch_file):
     assert "#SBATCH --ntasks-per-node=2\n" in text
     text = sbatch_file(tmp_path / "one", "dataparallel", "--gpus-per-node", "4")
     assert "#SBATCH --ntasks-per-node=1\n" in text, "one process, all its GPUs"
+
+
+@pytest.mark.parametrize(
+    ("why", "sinfo", "is_refused"),
+    [
+        ("allocation failure: Requested node configuration is not available", "printf 'n2\\nn3\\nn2\\n'", False),
+        ("allocation failure: Requested node configuration is not available", "exit 0", True),
+        ("allocation failure: Requested node configuration is not available", "exit 1", True),
+        ("invalid partition specified: gpu", "echo n2", True),
+    ],
+)
+def test_a_job_that_lacks_nodes_which_are_down_is_queued(
+    tmp_path, sbatch_file, commands, capsys, why, sinfo, is_refused
+):
+    """sbatch --test-only leaves out nodes that are down or drained; sbatch itself lets a job wait for them."""
+    test_only = f"*--test-only*) echo 'sbatch: error: {why}' >&2; exit 1"
+    commands("sbatch", f'case $* in {test_only} ;; *) echo "Submitted batch job 7" ;; esac')
+    commands("sinfo", f'echo "$*" >{tmp_path}/asked; {sinfo}')
+    words = ("ddp", "--nodes", "2", "--partition", "gpu")
+    if is_refused:
+        with pytest.raises(UserError, match=f"^Slurm refuses the job: {why}; see sinfo$"):
+            sbatch_file(tmp_path / "mine", *words)
+        return
+    assert "#SBATCH --nodes=2\n" in sbatch_file(tmp_path / "mine", *words)
+    said = f"warning: the job may have to wait: {why}; 2 nodes are down or drained, see sinfo --list-reasons\n"
+    assert capsys.readouterr().err == said
+    asked = (tmp_path / "asked").read_text()
+    assert asked == "--noheader --Node --format=%N --states=down,drain,fail --partition=gpu\n"
 
 
 def test_gpus_may_have_a_type_and_a_short_limit_leaves_a_quarter_for_the_checkpoint(tmp_path, sbatch_file):
@@ -188,7 +216,7 @@ def test_right_after_make_slurm_up_it_says_what_to_source(tmp_path, monkeypatch,
     state.mkdir()
     (state / "activate").touch()
     monkeypatch.setenv("SLURM_CLUSTER_DIR", str(state))
-    for command in ("sbatch", "srun", "squeue", "scontrol"):
+    for command in ("sbatch", "srun", "squeue", "scontrol", "sinfo"):
         commands(command, "echo 'error: Could not establish a configuration source' >&2; exit 1")
 
     def refusal(path):
