@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 
 from recipes.common.arguments import read_number
+from recipes.common.folders import refresh_names
 from recipes.common.process.signals import STOP_SIGNALS
 from scripts.launch import script
 from scripts.launch.command import command
@@ -37,13 +38,17 @@ CLOCKS_S = 2.0
 
 
 def has_finished(options: Sequence[str], begin: float) -> bool | None:
-    """Whether the run of these options has finished since `begin`; None if there is no record."""
+    """Whether the run of these options has finished since begin, a time_on_disk(); None if there is no record."""
     name = read_option("--name", "", options)
     folder = Path(read_option("--runs-dir", "runs", options)) / name
+    refresh_names(folder)  # this node may remember that there was no such file
     if not name or not (folder / "config.json").exists():
         return None  # there is no run, or its record is not on this node
-    result = folder / "result.json"
-    return result.exists() and result.stat().st_mtime >= begin
+    try:
+        with open(folder / "result.json") as file:  # NFS asks the server for the time of a file that is opened
+            return os.fstat(file.fileno()).st_mtime >= begin - CLOCKS_S
+    except FileNotFoundError:
+        return False
 
 
 def time_on_disk(options: Sequence[str]) -> float:
@@ -86,7 +91,7 @@ def write_stop_file() -> None:
 def main(argv: list[str]) -> int:
     """Run scripts/launch.sh with these arguments; return the status with which the container must end."""
     stopped_status = read_number("STOPPED_STATUS", 0, at_least=1)
-    begin = time_on_disk(argv) - CLOCKS_S
+    begin = time_on_disk(argv)
     env = {name: value for name, value in os.environ.items() if name != "STOPPED_STATUS"}
     earlier = read_stop_file()
     # scripts/launch.sh has blocked the stop signals. Called again, it is to end by them while it waits for a name.

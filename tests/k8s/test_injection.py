@@ -444,6 +444,18 @@ def test_a_launcher_whose_run_was_stopped_by_a_worker_fails(mpi_launcher, tmp_pa
     assert (result.status, refused.status) == (143, 2), result.stderr + refused.stderr
 
 
+@pytest.mark.parametrize(("ahead_s", "finishes"), [(3600, True), (-3600, False)])
+def test_a_launcher_compares_times_of_one_clock(mpi_launcher, tmp_path, ahead_s, finishes):
+    """A file server dates the record: its clock may differ from that of the launcher's node."""
+    result = tmp_path / "horovod/result.json"
+    os.utime(result, (time.time() - 600,) * 2)  # of an earlier run
+    write_program(tmp_path / "bin/date", f"echo $(($(/bin/date +%s) + {ahead_s}))")
+    write_program(tmp_path / "bin/mpirun", f"touch {result}" if finishes else "exit 0")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        done = start_launcher(mpi_launcher, tmp_path, server.getsockname()[1]).wait()
+    assert done.status == (0 if finishes else 143), done.stderr
+
+
 FAKE_RANK = """import pathlib, signal, sys
 signal.signal(signal.SIGUSR1, lambda *_: (pathlib.Path(sys.argv[1]).write_text("USR1"), sys.exit(0)))
 pathlib.Path(sys.argv[2]).touch()

@@ -50,7 +50,15 @@ def test_the_record_tells_whether_a_run_has_come_to_its_end(tmp_path):
     result.touch()
     os.utime(result, (1000, 1000))
     assert stopped_status.has_finished(options, 999) is True
-    assert stopped_status.has_finished(options, 1001) is False, "of an earlier start"
+    assert stopped_status.has_finished(options, 1003) is False, "of an earlier start"
+
+
+def test_a_result_that_another_node_has_just_written_is_seen(tmp_path, monkeypatch):
+    """An NFS client may remember for a minute that there was no such file; the pod would start again."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").touch()
+    monkeypatch.setattr(stopped_status, "refresh_names", lambda folder: (folder / "result.json").touch())
+    assert stopped_status.has_finished(["--runs-dir", str(tmp_path), "--name", "mine"], 0) is True
 
 
 def test_a_run_has_finished_also_by_the_clock_of_a_file_server(tmp_path, monkeypatch):
@@ -67,7 +75,7 @@ def test_a_run_has_finished_also_by_the_clock_of_a_file_server(tmp_path, monkeyp
         for age_s, has_finished in ((0, True), (60, False)):
             dated = time.time() - behind_s - age_s
             os.utime(result, (dated, dated))
-            assert stopped_status.has_finished(options, begin - 1) is has_finished
+            assert stopped_status.has_finished(options, begin) is has_finished
     without_folder = stopped_status.time_on_disk(["--runs-dir", str(tmp_path / "none")])
     assert without_folder == pytest.approx(time.time(), abs=60)
 
