@@ -31,6 +31,7 @@ from typing import Any
 
 from recipes.common.arguments import non_negative_int, plain_name, positive_int
 from recipes.common.errors import UserError
+from recipes.common.folders import refresh_names
 from recipes.common.options import Options
 from recipes.common.process.entry import USAGE_STATUS
 from recipes.common.process.node import shell_status
@@ -312,9 +313,8 @@ class Watched:
         self.state, reason, restarts = states.get(self.id, ("UNKNOWN", "None", 0))
         is_done = self.state in FINAL_STATES
         is_completing = self.state == "COMPLETING"
-        if is_done:  # an NFS client may take a file for missing for a minute, unless the folder is read
-            with contextlib.suppress(OSError):
-                os.listdir(self.log.parent)
+        if is_done:
+            refresh_names(self.log.parent)
         if restarts > self.restarts and not is_completing:  # its ranks have written their last lines
             self._show_log(is_done)
             self.say(f"{self.title}: requeued, start {restarts + 1}")

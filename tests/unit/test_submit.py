@@ -329,6 +329,15 @@ def test_a_line_under_way_is_printed_when_it_is_whole(tmp_path, capsys):
         assert capsys.readouterr().out == printed
 
 
+def test_the_last_lines_are_looked_for_once_the_job_has_ended(tmp_path, monkeypatch, capsys):
+    """Until then, the login node's NFS client may remember that there is no such file."""
+    monkeypatch.setattr(submit, "refresh_names", lambda folder: (folder / "7_0_log.out").write_text("one\n"))
+    job = watched(tmp_path, shown="RUNNING")
+    for state, printed in (("RUNNING", ""), ("COMPLETED", "one\n")):
+        job.look({"7": (state, "None", 0)})
+        assert capsys.readouterr().out == printed
+
+
 def test_a_long_silence_ends_and_points_of_a_sweep_share_no_output(tmp_path, capsys):
     running = {"7": ("RUNNING", "None", 0)}
     job = watched(tmp_path, shown="RUNNING", run=Run("ddp", [], tmp_path, {"lr": "0.1"}))
