@@ -97,12 +97,14 @@ def join(this_node: Node, secret: str, timeout_s: float) -> Channel:
     Raises MissingNodeError if node 0 does not answer; UserError if it refuses this node, after its report.
     """
     deadline = time.monotonic() + timeout_s
-    _, address = resolve(this_node.master_addr, int(timeout_s))
+    resolve(this_node.master_addr, int(timeout_s))  # wait until the name is known
     at = f"{this_node.master_addr}:{this_node.master_port}"
     while True:
         channel = None
         try:
-            connection = socket.create_connection((address[0], this_node.master_port), timeout=CONNECT_TIMEOUT_S)
+            # By name: it may lead to the address of an earlier pod at first.
+            place = (this_node.master_addr, this_node.master_port)
+            connection = socket.create_connection(place, timeout=CONNECT_TIMEOUT_S)
             channel = Channel(connection)
             refusal = introduce(channel, this_node, secret)
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -256,6 +256,25 @@ def test_a_second_node_of_a_rank_and_one_of_another_job_size_are_rejected(monkey
     assert sorted(met.channels) == [1, 2]
 
 
+def test_a_node_0_whose_name_gets_another_address_is_found(monkeypatch):
+    """A name server may give the address of a pod's predecessor for half a minute."""
+    addresses, getaddrinfo = ["127.0.0.3", "127.0.0.3"], socket.getaddrinfo
+
+    def look_up(host, *words, **options):
+        if host == "node-0":
+            host = addresses.pop() if addresses else "127.0.0.1"
+        return getaddrinfo(host, *words, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    met = rendezvous.Coordinator(Case(2), "word", lambda order: order)
+    listener = echo.listen("127.0.0.1", port := free_port())
+    gathering = threading.Thread(target=met.gather, args=(listener, 20, lambda _: None))
+    gathering.start()
+    rendezvous.join(Node(2, 1, 1, "node-0", port, 60), "word", 5)
+    gathering.join(20)
+    assert list(met.channels) == [1]
+
+
 @pytest.mark.parametrize("hello", [b'{"rank": Infinity, "nnodes": 2, "nonce": ""}\n', b"[" * 100_000 + b"\n"])
 def test_what_a_stranger_sends_is_no_error_of_node_0(hello):
     own, theirs = socket.socketpair()
