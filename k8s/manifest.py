@@ -313,6 +313,8 @@ def set_gpus(gpus: int, nproc: int, job: dict[str, Any], templates: list[dict[st
         if gpus == 0:  # one core and 4 GiB, for a cluster on a laptop
             resources["requests"] = {"cpu": "1", "memory": "4Gi"}
             limits["memory"] = "4Gi"
+            kept = [one for one in template["spec"].get("tolerations", []) if one.get("key") != GPU]
+            template["spec"]["tolerations"] = kept  # nodes with GPUs are for other jobs
             for volume in template["spec"]["volumes"]:
                 if "emptyDir" in volume:
                     volume["emptyDir"]["sizeLimit"] = "1Gi"

@@ -292,6 +292,17 @@ PROCESSES = {"NPROC_PER_NODE", "PET_NPROC_PER_NODE"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_pods_without_gpus_leave_nodes_with_gpus_alone(monkeypatch, kind):
+    """Those nodes have a taint. Tolerations that the user has added stay."""
+    documents = edited(monkeypatch, load(f"{kind}.yaml"))
+    own = {"key": "team", "operator": "Exists"}
+    for template in pod_templates(documents):
+        template["spec"]["tolerations"].append(own)
+    kept = [template["spec"]["tolerations"] for template in pod_templates(rendered(kind, gpus=0))]
+    assert kept == [[own]] * (2 if kind == "mpijob" else 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("gpus", [None, 0, 4])
 def test_a_node_has_as_many_gpus_as_processes(kind, gpus):
     pods = simulation.pods(kind, rendered(kind, gpus=gpus))
@@ -649,7 +660,7 @@ def test_components_give_pods_their_fabric(kind):
 def test_the_components_of_a_small_cluster(kind):
     documents = build(f"{kind}.yaml", "cpu-only", "one-machine")
     assert check_faults(f"{kind}.yaml", documents) == []
-    assert GPU not in yaml.safe_dump(documents).replace(f"key: {GPU}", "")
+    assert GPU not in yaml.safe_dump(documents), "nor do they take the place of jobs on nodes with GPUs"
     pods = simulation.pods(kind, documents)
     assert {device_of(pod) for pod in pods if "args" in one(pod.spec)} == {"cpu"}
     claims = [document for document in documents if document["kind"] == "PersistentVolumeClaim"]
