@@ -95,7 +95,7 @@ QUESTIONS = (
         "What does a second node cost?",
         ("scaling", "wire"),
         "step at 1 Gbit/s, ddp-fp32, 2 nodes",
-        "On 2 nodes with a link of 1 Gbit/s, a step of ddp takes {times} times the least time possible{note}",
+        "On 2 nodes with a link of 1 Gbit/s, a step of ddp takes {times} times the lower bound{note}",
         chinese=(
             "第二个节点的代价是多少？",
             "两个节点以 1 Gbit/s 相连时，ddp 的一步用时是可能的最短时间的 {times} 倍",

@@ -110,9 +110,9 @@ class Measured:
             wire_ms = 1e3 * max(self.sent_bytes) * 8 / (1e6 * RATE_MBIT)
             note = f"seconds; {step_ms:.0f} ms a step, of which its bytes take {wire_ms:.0f} ms"
             return Figure(name, step_ms / 1e3, note=note, no_limit="its bytes take no time")
-        note = f"{step_ms:.0f} ms a step; sending alone takes {wire_ms:.0f} ms, the cores' work {free_ms:.0f} ms"
         alone = "forward and update" if self.variant.overlaps else "computing"
-        note += f", of which {alone} {1e3 * median(self.alone_s):.0f} ms"
+        note = f"{step_ms:.0f} ms a step; sending takes {wire_ms:.0f} ms and cannot overlap with {alone}, "
+        note += f"{1e3 * median(self.alone_s):.0f} ms; the cores' work takes {free_ms:.0f} ms"
         peer = f"the longer of {alone} with the wire, and the cores' work"
         limits = [max(alone_s + wire_s, free_s) for alone_s, free_s in zip(self.alone_s, self.free_s, strict=True)]
         values = ratio({"step": self.step_s, "limit": limits}, "step", "limit")

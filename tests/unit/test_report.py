@@ -103,7 +103,7 @@ def test_the_newest_run_comes_first_with_all_its_figures(tmp_path):
     assert "| How fast is the training loop? | not measured in this run |" in readme
     assert (
         "| What does a second node cost? | On 2 nodes with a link of 1 Gbit/s, a step of ddp takes 1.25 times "
-        "the least time possible |" in readme
+        "the lower bound |" in readme
     )
     assert "| An elastic job that loses a node trains again after 24.1 s; the bound is 30 s |" in readme
     # A run that answers none of its questions leaves it as it is.
