@@ -37,7 +37,7 @@ STATED = [
     ("docs/slurm-admin.md", "The check ends within 10 s", gpus.NVIDIA_SMI_S + kernel_log.READ_S, 9),
     ("docs/your-own.md", "The others then have 30 s to write a checkpoint", rank_processes.STOP_GRACE_S, 30),
     ("docs/your-own.md", "after 60 s with `make run`", local.STOP_GRACE_S, 60),
-    ("docs/your-own.md", "15 s later at most", FAILURE_ELSEWHERE_S, 14),
+    ("docs/your-own.md", "the other nodes end their ranks within 15 s", FAILURE_ELSEWHERE_S, 14),
     ("docs/your-own.md", "after 10 minutes, or at the end, a warning says", torch_agent.MEET_WITHIN_S, 600),
     ("k8s/README.md", "`make k8s` retries for 2 min", apply.RETRY_S, 120),
 ]
