@@ -123,7 +123,7 @@ audit: ## Ask PyPI for known vulnerabilities of the locked packages
 	@scripts/dev/setup.sh dev
 	@scripts/dev/audit.sh
 
-lock: ## Resolve requirements/*.in anew into requirements/*.txt, with hashes
+lock: ## Resolve requirements/*.in into requirements/*.txt, with hashes
 #: TORCH_INDEX=... TORCH="torch==2.11.0 torchvision==0.26.0" for an older CUDA
 	@scripts/dev/setup.sh dev
 	@PATH="$$PWD/.venv/bin:$$PATH" scripts/dev/lock.sh

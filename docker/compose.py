@@ -138,7 +138,7 @@ def check_image(docker: str, image: str, recipe: str) -> None:
         inside, here = (text[:12] + "-dirty" * text.endswith("-dirty") for text in (inside, here))
         print(
             f"warning: {image} holds revision {inside}, this checkout is {here}; "
-            f"make image RECIPE={recipe} builds it anew",
+            f"make image RECIPE={recipe} builds it again",
             file=sys.stderr,
         )
 

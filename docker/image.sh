@@ -68,7 +68,7 @@ if [[ -z ${BASE_IMAGE:-} && -z ${TORCH_INDEX:-} && -f $locked ]]; then
         if [[ -n ${!variable:-} ]]; then continue; fi
         image_name=$(sed -n "s/^ARG $variable=//p" docker/Dockerfile) pinned=$(sed -n "s/^$variable=//p" "$locked")
         [[ $pinned == "$image_name@"* && ${pinned#*@} =~ ^sha256:[0-9a-f]{64}$ ]] ||
-            refuse "$locked has no digest of the $variable of docker/Dockerfile, $image_name; make image-lock writes it anew"
+            refuse "$locked has no digest of the $variable of docker/Dockerfile, $image_name; make image-lock writes it again"
         printf -v "$variable" %s "$pinned"
     done
 fi

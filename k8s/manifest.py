@@ -334,7 +334,7 @@ def set_gpus(gpus: int, nproc: int, job: dict[str, Any], templates: list[dict[st
 def scale(quantity: str | int | float, gpus: int, before: int) -> str:
     """Scale a quantity such as 1.5Gi from `before` GPUs to `gpus`.
 
-    The result is rounded up and keeps the number of decimals. Raises UserError if it is no quantity.
+    The result is rounded up and keeps the number of decimals. Raises UserError if it is not a quantity.
     """
     found = re.fullmatch(r"(\d+\.?\d*(?:[eE][+-]?\d+)?)([a-zA-Z]*)", str(quantity))
     if not found:

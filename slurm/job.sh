@@ -89,7 +89,7 @@ fill_sockets() { export SLURM_DISTRIBUTION=${SLURM_DISTRIBUTION:-block:block}; }
 check_variables() {
     local name
     if ((${SLURM_HET_SIZE:-1} > 1)); then
-        refuse "a heterogeneous job (sbatch ... : ...) would use its first component alone; ask for nodes of one kind"
+        refuse "a heterogeneous job (sbatch ... : ...) would use only its first component; ask for nodes of one kind"
     fi
     if [[ ! ${NPROC_PER_NODE:-1} =~ ^[1-9][0-9]*$ ]]; then
         refuse "NPROC_PER_NODE expects a whole number of at least 1, got '$NPROC_PER_NODE'"
@@ -290,7 +290,7 @@ set_python() {
         folder=${folder%%:*}
         if [[ $folder == /* && ! -e $folder ]]; then refuse "CONTAINER_MOUNTS: there is no $folder on $host; correct it"; fi
     done
-    # A record that is written to a folder of the container alone is lost with it.
+    # A record that is written only to a folder of the container is lost with it.
     runs=${runs:-$(realpath -ms "$(option --runs-dir runs "$@")")}
     for folder in ${SCRIPT:+"$(dirname "$SCRIPT")" "$WORKDIR"} "$runs"; do
         if [[ $folder/ != "$root"/* && ,$mounts != *",$folder:"* ]]; then mounts+=",$folder:$folder"; fi
@@ -322,7 +322,7 @@ exec_python() {
 # tasks, and `status` to that of the first task that failed, if it exited by itself: srun kills the others.
 run_step() {
     local tails=() before first errors=$logs/.srun-$job
-    # Slurm may signal the steps alone, as at a preemption without send_user_signal: a script's launchers leave this file.
+    # Slurm may signal only the steps, as at a preemption without send_user_signal: a script's launchers leave this file.
     export STOPPED_FILE=$logs/.stopped-$job
     rm -f "$STOPPED_FILE"
     : >"$errors"

@@ -37,7 +37,7 @@ class ApexOptions(Options):
         """Raise UserError if options do not combine."""
         super().check()
         if self.amp != "none":
-            raise UserError(f"--amp {self.amp}: in this recipe --opt-level alone sets the precision; drop --amp")
+            raise UserError(f"--amp {self.amp}: in this recipe only --opt-level sets the precision; drop --amp")
 
 
 def summarise(args: ApexOptions, backend: str, half: torch.dtype, is_scaled: bool, why: str) -> str:

@@ -54,7 +54,7 @@ def wrap(model: nn.Module, args: ApexOptions, world: World, data: Data) -> Amp:
 
 
 class TorchAmp:
-    """The four levels with torch alone: autocast, GradScaler, and a second copy of the weights for O2."""
+    """The four levels with only torch: autocast, GradScaler, and a second copy of the weights for O2."""
 
     def __init__(self, model: nn.Module, args: ApexOptions, world: World, data: Data, why: str) -> None:
         self.args, self.device, self.level = args, world.device, args.opt_level

@@ -148,7 +148,7 @@ class Job:
 
     @property
     def _evaluated(self) -> int:
-        """The step of the last evaluation, which older checkpoints tell only by the epochs that are done."""
+        """The step of the last evaluation, where older checkpoints record only the completed epochs."""
         return max(self.position.evaluated_step, self.position.epoch * self.steps_per_epoch)
 
     @property
@@ -277,7 +277,7 @@ class Job:
         return self.device.type == "cuda" and self.peers.world_size > 1
 
     def watch_gpu(self) -> contextlib.AbstractContextManager[None]:
-        """Return a watch for work of this rank alone that may wait for an exchange between GPUs."""
+        """Return a watch for work of only this rank that may wait for an exchange between GPUs."""
         return self.peers.watch("gradients") if self._queues_exchanges else contextlib.nullcontext()
 
     def end_pass(self) -> None:
@@ -436,7 +436,7 @@ class Job:
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Return this rank's part of the global batch's mean loss, as the task defines it."""
-        if not isinstance(output, Tensor):  # check_fit() has seen the model in evaluation alone
+        if not isinstance(output, Tensor):  # check_fit() has seen the model only in evaluation
             from recipes.common.user_code import name_of
 
             what = f"--model {self.args.model} returned {name_of(output)} in training"

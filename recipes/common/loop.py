@@ -449,7 +449,7 @@ def evaluate(job: Job, technique: Technique) -> dict[str, float] | None:
     # Evaluation: adds up the sums and counts of all ranks, some 40 bytes a rank; averages are taken after it.
     with peers.watch("evaluation"):
         peers.sum_tensor(totals)
-        # The task's derive() may fail on one rank alone.
+        # The task's derive() may fail on only one rank.
         return run_on_all_ranks(
             lambda: averages(totals / technique.ranks_per_sample, task, len(job.data.test)), peers
         )

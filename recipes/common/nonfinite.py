@@ -104,7 +104,7 @@ class Guard:
         sums = [part.sum(dtype=torch.float32) for part in parts]  # not of squares, which overflow earlier
         stacked = torch.stack([value.to(sums[0].device) for value in sums])  # to read the GPU once
         if not torch.isfinite(stacked).all():
-            self.fail(step, False, "it has spoilt the weights, which are not saved")
+            self.fail(step, False, "it has corrupted the weights, which are not saved")
             return False
         return True
 

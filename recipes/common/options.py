@@ -72,7 +72,7 @@ ADAMW_LR = {"gpt-tiny": 0.004, "gpt-small": 0.0006, "gpt-medium": 0.0003, "gpt-x
 OTHER_ADAMW_LR = 0.001
 """The default --lr of adamw for other models: torch's."""
 TORCHVISION_WEIGHT_DECAY = 0.0001
-"""The default --weight-decay of sgd for torchvision's models: the one of its references/classification."""
+"""The default --weight-decay of sgd for torchvision's models: as in torchvision's references/classification."""
 OWN_MODELS = ("lenet", "vit-tiny", *ADAMW_LR)
 """The models of this repository; other names are torchvision's, or the user's code."""
 
@@ -262,10 +262,10 @@ class TrainingOptions(DataOptions):
         1, positive_int, "split each rank's batch into N passes and sum the gradients: 1/N of the activations", "N"
     )
     epochs: int | None = option(
-        40, positive_int, "passes over the data; without it, --max-steps alone ends the run", "N"
+        40, positive_int, "passes over the data; no limit if only --max-steps is given", "N"
     )
     max_steps: int | None = option(
-        None, positive_int, "end after this many optimizer steps in all, where the cosine ends, too", "N"
+        None, positive_int, "total number of optimizer steps; the learning-rate schedule ends there, too", "N"
     )
     optimizer: str = option(
         "sgd",
@@ -288,7 +288,7 @@ class TrainingOptions(DataOptions):
         "X",
     )
     decay_norm_bias: bool = switch(
-        "weight decay also of norms and biases: of parameters of fewer than two dimensions", default=True
+        "apply weight decay to norms and biases, too (parameters with fewer than two dimensions)", default=True
     )
     lr_schedule: str = choice("the learning rate after the warm-up", "cosine", "linear", "constant")
     min_lr_share: float = option(0.0, fraction, "cosine and linear: end at this share of the peak rate", "X")

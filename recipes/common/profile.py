@@ -28,7 +28,7 @@ WARM_UP_STEPS = 10
 
 
 class Profile:
-    """Record --profile-steps steps of this launch after its warm-up, or as many as there are. For rank 0 alone.
+    """Record --profile-steps steps of this launch after its warm-up, or as many as there are. Only for rank 0.
 
     Args:
         args: for --profile-steps.

@@ -22,7 +22,7 @@ from recipes.common.world.peers import local_tensor
 def restore(job: Job, content: dict[str, Any]) -> None:
     """Restore a job from a checkpoint's content; raises UserError if its model or optimizer does not fit.
 
-    What fit_weights() returns is the model alone: the job begins at step 0, with a new optimizer.
+    What fit_weights() returns is only the model: the job begins at step 0, with a new optimizer.
     """
     if "taken" in content:
         job.model.load_state_dict(content["model"])
@@ -54,7 +54,7 @@ WRAPPERS = ("module.", "_orig_mod.", "module.")
 
 
 def fit_weights(job: Job, content: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return weights alone as a checkpoint's `model` that fits --model; return any other content unchanged.
+    """Return only weights as a checkpoint's `model` that fits --model; return any other content unchanged.
 
     A model on the CPU loads them, so that it translates the names of its older versions itself, and what does not
     fit keeps the initial values of --seed. Raises UserError if no parameter fits.

@@ -29,7 +29,7 @@ def make_sample(task: Task, model: nn.Module, peers: Peers, exchanges: bool, tim
             whole = model
             if not exchanges and any(p.device != peers.device for p in model.parameters()):
                 whole = copy.deepcopy(model).to(peers.device)  # a pipeline's layers may be on several devices
-            with torch.compiler.set_stance("force_eager"):  # a single sample would be compiled anew
+            with torch.compiler.set_stance("force_eager"):  # a single sample would be compiled again
                 return task.sample(whole, peers.device)
         except Exception as error:
             if exchanges and isinstance(error, RuntimeError):  # perhaps a lost rank

@@ -1,7 +1,7 @@
 """Random numbers as a function of (seed, step, rank), so that nothing but the step has to be saved.
 
 If the state of the generators carried over from step to step, it would have to be saved for every rank and
-could not be restored at another world size. Seeding them anew from the position makes a resumed run draw the
+could not be restored at another world size. Seeding them again from the position makes a resumed run draw the
 same numbers as an uninterrupted one.
 """
 

@@ -88,7 +88,7 @@ class Classification(Task):
         )
 
     def metric_sums(self, output: Tensor, target: Tensor) -> Sequence[Tensor]:
-        """Return the number of samples whose largest logit is the one of their class."""
+        """Return the number of correct predictions (argmax equals the target)."""
         return ((output.argmax(dim=1) == target).sum(),)
 
     def count(self, target: Tensor) -> Tensor:

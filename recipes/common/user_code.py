@@ -193,7 +193,7 @@ def check_optimizer_state(args: Options, optimizer: torch.optim.Optimizer) -> No
     for parameter, values in optimizer.state.items():
         if not isinstance(parameter, Tensor):
             fix = "keep what is not of one parameter in the groups"
-            raise UserError(f"{what}: it has the state {parameter!r}, which is no parameter; {fix}")
+            raise UserError(f"{what}: it has the state {parameter!r}, which is not a parameter; {fix}")
         for name, value in values.items():
             check_restorable(what, f"{name} of a parameter's state", value, fix)
 
@@ -213,7 +213,7 @@ def check_restorable(what: str, name: str, value: Any, fix: str) -> None:
 
 
 def state_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each entry of a model's state dict, () for what is no tensor."""
+    """Return the shape of each entry of a model's state dict, () for what is not a tensor."""
     return {name: tuple(getattr(value, "shape", ())) for name, value in model.state_dict().items()}
 
 

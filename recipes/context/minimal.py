@@ -57,7 +57,7 @@ def main() -> None:
     # Context: rank r has chunks r and 2N-1-r of 2N, one with few keys before it, one with many: equal work.
     chunks = (cp.get_local_rank(), 2 * cp.size() - 1 - cp.get_local_rank())
     positions = torch.cat([torch.arange(SEQ_LEN).chunk(2 * cp.size())[chunk] for chunk in chunks]).to(device)
-    size = SEQ_LEN // (2 * cp.size())  # of a chunk, whose last query sees all keys up to its end, the others fewer
+    size = SEQ_LEN // (2 * cp.size())  # positions per chunk; the masks are causal, aligned to the last key
     masks = {(chunk + 1) * size: causal_lower_right(size, (chunk + 1) * size) for chunk in chunks}
     text = torch.frombuffer(bytearray(args.text.read_bytes()), dtype=torch.uint8).long().to(device)
     train, test = (part.unfold(0, SEQ_LEN + 1, SEQ_LEN) for part in text.tensor_split([len(text) * 9 // 10]))

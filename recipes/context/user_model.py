@@ -17,7 +17,7 @@ from recipes.context.attention import shard_sequence
 
 
 def check_data(args: Options, data: Data) -> None:
-    """Raise UserError if the samples are no sequences of tokens, with a target for each."""
+    """Raise UserError if the samples are not sequences of tokens, with a target for each."""
     if data.kind not in ("tokens", "bytes") or len(data.input.shape) != 1 or data.target.shape != data.input.shape:
         fix = "give sequences of ids, shape (T,), with a target for each, or use --context-parallel 1"
         raise UserError(f"--data {args.data} has {data.input}, which ranks cannot divide; {fix}")

@@ -53,7 +53,7 @@ def wrap(model: nn.Module, args: Options, devices: list[torch.device]) -> nn.Mod
     elif args.sync_batchnorm:
         raise UserError("--sync-batchnorm: needs a process per GPU, DataParallel is one; use RECIPE=ddp")
     elif args.batchnorm_group:
-        what = "DataParallel keeps the running statistics of the first GPU's groups alone"
+        what = "DataParallel keeps only the running statistics of the first GPU's groups"
         raise UserError(f"--batchnorm-group: {what}; use RECIPE=ddp")
     elif args.activation_checkpointing:
         raise UserError("--activation-checkpointing: blocks would run again as the first GPU's; use RECIPE=ddp")

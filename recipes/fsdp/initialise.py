@@ -128,7 +128,7 @@ def is_meta(tensor: Tensor) -> bool:
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Return whether a tensor spans its whole storage in order, and is no view of a part."""
+    """Return whether a tensor spans its whole storage in order, and is not a view of a part."""
     return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 

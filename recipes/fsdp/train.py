@@ -57,7 +57,7 @@ class FSDPOptions(Options):
     """Fully sharded data parallelism."""
 
     has_shards = True
-    replicas: int = option(1, positive_int, "copies of the model, each in shards over N/R ranks", "R")
+    replicas: int = option(1, positive_int, "copies of the model, each sharded over world size / R ranks", "R")
     reshard_after_forward: bool = switch(
         "free a block's gathered weights after forward, and gather them again for backward", default=True
     )
@@ -112,7 +112,7 @@ def build(args: FSDPOptions, data: Data, world: World) -> tuple[nn.Module, Shard
             try:
                 check_fit(copy.deepcopy(model).to("meta"), args, data, world.device)
             except UserError as error:
-                # Code that reads a number, by item(), fails on the meta device alone: train() checks the shards.
+                # Code that reads a number, by item(), fails only on the meta device: train() checks the shards.
                 if args.compile or "meta" not in str(error.__cause__):
                     raise
         return model, shards, digests, ""

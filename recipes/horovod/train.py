@@ -127,7 +127,7 @@ def wrap(model: nn.Module, args: HorovodOptions, world: World) -> Any:
     """Return an optimizer that averages the model's gradients over all ranks before it steps."""
     if args.sync_batchnorm:
         raise UserError("--sync-batchnorm: torch's does not use Horovod; use --batchnorm-group, or RECIPE=ddp")
-    # Horovod: it takes contiguous tensors only, so --channels-last applies to images and activations alone.
+    # Horovod: it takes contiguous tensors only, so --channels-last applies only to images and activations.
     model.to(memory_format=torch.contiguous_format)
     try:
         # Horovod: rank 0 broadcasts its parameters to all ranks.
@@ -156,9 +156,9 @@ def wrap(model: nn.Module, args: HorovodOptions, world: World) -> Any:
 
 
 def check_copy(optimizer: torch.optim.Optimizer, args: HorovodOptions) -> None:
-    """Raise UserError if Horovod cannot build the user's optimizer anew: it gives its class the groups alone."""
+    """Raise UserError if Horovod cannot rebuild the user's optimizer: it passes only the param groups."""
     make: Any = type(optimizer)
-    what = f"--optimizer {args.optimizer}: Horovod builds it from its groups alone, and"
+    what = f"--optimizer {args.optimizer}: Horovod builds it only from its groups, and"
     try:
         copy = make(optimizer.param_groups)
     except TypeError as error:

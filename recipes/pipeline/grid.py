@@ -41,7 +41,8 @@ class PipelineOptions(Options):
         *("ranks", "in-process"),
     )
     balance: str = choice(
-        "what the parts have in equal amounts; cost: the time measured on a microbatch", "parameters", "cost"
+        "balance the parts by number of parameters, or by cost: the time measured on a microbatch",
+        *("parameters", "cost"),
     )
 
     @property

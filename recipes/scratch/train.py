@@ -1,4 +1,4 @@
-"""Data parallelism from sends and receives alone: parameters are copied, batches split, gradients summed.
+"""Data parallelism from only sends and receives: parameters are copied, batches split, gradients summed.
 
     make run RECIPE=scratch NODES=2
     .venv/bin/torchrun --nproc-per-node=2 -m recipes.scratch.train --allreduce ring --log-bytes

@@ -53,7 +53,7 @@ def read_plan(model: nn.Module, name: str) -> dict[str, str]:
             raise UserError(f"{what}: tensor_plan has {style!r} for {pattern}; use {', '.join(STYLES)}")
         found = dict(matches(model, pattern))
         if not found:
-            raise UserError(f"{what}: tensor_plan names {pattern}, which is no module of it; correct the name")
+            raise UserError(f"{what}: tensor_plan names {pattern}, which is not a module of it; correct the name")
         if twice := named & found.keys():
             raise UserError(f"{what}: tensor_plan names {min(twice)} by two patterns; remove one of them")
         named |= dict.fromkeys(found, style)
@@ -62,7 +62,7 @@ def read_plan(model: nn.Module, name: str) -> dict[str, str]:
             kind = STYLES[style]
             if kind and (is_packed or not isinstance(module, kind)):
                 other = "nn.MultiheadAttention" if is_packed else f"a {type(module).__name__}"
-                fix = f"{style} splits nn.{kind.__name__} alone: leave it out, and it stays whole"
+                fix = f"{style} splits only nn.{kind.__name__}: leave it out, and it stays whole"
                 raise UserError(f"{what}: tensor_plan names {path} of {other}; {fix}")
     for names in names_of_parameters(model):
         owners = [name.rpartition(".")[0] for name in names]

@@ -174,7 +174,7 @@ def main(argv: list[str]) -> int:
     folder = next_folder("compare")
     for recipe in recipes:
         print(f"--- {recipe}", flush=True)
-        # A comparison that is interrupted begins anew.
+        # A comparison that is interrupted begins again.
         command = [sys.executable, "-m", "scripts.launch.local", recipe, "--how-to-resume="]
         env = dict(os.environ)
         if recipe in ONE_PROCESS:  # dataparallel on as many GPUs as the others

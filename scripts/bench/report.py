@@ -37,7 +37,7 @@ machine allows. Each section answers one question in a sentence. Its table, whic
 
 - **Measured** is a ratio to what the column "against" names. It is a ratio of speeds: 2.13 is 2.13 times as fast.
   For bytes, for what the name calls a time, and where the goal begins with `<=`, it is a ratio of bytes or times:
-  less is better. The note has the two values, or the unit of a figure that is no ratio.
+  less is better. The note has the two values, or the unit of a figure that is not a ratio.
 - **Limit** marks a comparison with the most that the machine allows, such as sending the gradients alone.
 - **Goal** is what we want to reach; "met" is "no" where it was missed.
 - The programs take turns in each round. Tables have the median over the rounds, the least and the largest value.

@@ -4,7 +4,7 @@
 #   make lock
 #   make lock TORCH_INDEX=https://download.pytorch.org/whl/cu128 TORCH="torch==2.11.0 torchvision==0.26.0"
 #
-# The second writes requirements/run-cu128.txt alone, for x86-64 Linux with an older driver: torch of that CUDA, from
+# The second writes only requirements/run-cu128.txt, for x86-64 Linux with an older driver: torch of that CUDA, from
 # PyTorch's own index. No such lock is kept, or has been made or run by any test.
 set -euo pipefail
 

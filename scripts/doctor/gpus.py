@@ -1,4 +1,4 @@
-"""Check this node's GPUs by nvidia-smi and the kernel's log alone: for prologs, and for jobs that failed.
+"""Check this node's GPUs only by nvidia-smi and the kernel's log: for prologs, and for jobs that failed.
 
     python -m scripts.doctor.gpus
     python -m scripts.doctor.gpus --since-s 600

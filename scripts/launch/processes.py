@@ -42,7 +42,7 @@ class Ended:
 
 
 def start_process(command: Sequence[str], environment: Mapping[str, str], **streams: Any) -> subprocess.Popen[Any]:
-    """Start a process that ends with this one, in its own session, so that Ctrl-C reaches this process alone."""
+    """Start a process that ends with this one, in its own session, so that Ctrl-C reaches only this process."""
     return subprocess.Popen(
         command,
         cwd=ROOT,

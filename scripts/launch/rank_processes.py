@@ -158,7 +158,7 @@ def end_processes(running: list[subprocess.Popen[bytes]]) -> set[int]:
                 os.killpg(process.pid, END_SIGNAL)
                 killed.add(process.pid)
         wait_for(running, END_SIGNAL_GRACE_S)
-    end_sessions([process.pid for process in running])  # a stopped process (SIGSTOP) reacts to KILL alone
+    end_sessions([process.pid for process in running])  # a stopped process (SIGSTOP) reacts only to KILL
     wait_for(running, END_SIGNAL_GRACE_S)
     return killed
 

@@ -141,7 +141,7 @@ def run_with_restarts(options: list[str], max_restarts: int, agent: list[str]) -
         # was_stopped holds the signals received so far. Later ones wait until the next agent runs.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         if was_stopped or (status <= 128 and status != LOST_STATUS):
-            # A refusal ends the whole job. After a restart it concerns this node alone, which then counts as lost.
+            # A refusal ends the whole job. After a restart it concerns only this node, which then counts as lost.
             if restart and status in (USAGE_STATUS, MissingStoreError.status):
                 status = LOST_STATUS
             elif status == MissingStoreError.status:

@@ -7,7 +7,7 @@ docs/your-own.md is the contract. These variables name the script and its run; e
 SCRIPT   the file
 WORKDIR  the folder in which it runs (default: the one in which the launcher was called)
 RUN_DIR  the folder in which it writes: NAME in RUNS_DIR (default: `runs` in this repository)
-RESUME   auto: resume from what RUN_DIR holds, if it holds anything; none: start anew
+RESUME   auto: resume from what RUN_DIR holds, if it holds anything; none: start from the beginning
 In the script's options, {run_dir} and {resume} are replaced by the last two. The script gets no other options.
 """
 
@@ -44,7 +44,7 @@ def is_set() -> bool:
 
 
 def read_script() -> Path:
-    """Return the absolute path of SCRIPT; raises UserError if no launcher can run it, or WORKDIR is no folder."""
+    """Return the absolute path of SCRIPT; raises UserError if no launcher can run it or WORKDIR is wrong."""
     path = absolute(os.environ["SCRIPT"])
     if path.parent.parent == ROOT / "recipes" and path.name == "train.py":
         recipe = path.parent.name
@@ -82,7 +82,7 @@ def check_python(path: Path) -> None:
 
 
 def read_workdir() -> Path:
-    """Return the absolute path of WORKDIR, by default the current folder; raises UserError if it is no folder."""
+    """Return the absolute path of WORKDIR, by default the current folder; raises UserError if there is none."""
     workdir = absolute(os.environ.get("WORKDIR") or ".")
     if not workdir.is_dir():
         raise UserError(f"WORKDIR {workdir} is not a folder; name the folder in which the script is to run")

@@ -72,7 +72,7 @@ class Agent(LocalElasticAgent):
     """torchrun's agent of a node, which ends ranks with END_SIGNAL, and after END_SIGNAL_GRACE_S with KILL.
 
     torchrun would send TERM and wait 30 s. Recipes take TERM for "write a checkpoint", and a process that waits in
-    a collective does not react to it. A process that was stopped (SIGSTOP) reacts to KILL alone.
+    a collective does not react to it. A process that was stopped (SIGSTOP) reacts only to KILL.
     """
 
     notes = Notes(None, 1)  # of all nodes: which ranks have left

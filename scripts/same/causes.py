@@ -81,12 +81,12 @@ CAUSES = {
         f"{DDP}: “(NOT averaged as usual)”",
     ),
     "contrastive": Cause(
-        "the loss compares a sample with the others of its rank alone, of which there are fewer on more processes",
+        "the loss compares a sample only with the others of its rank, and more processes have fewer on each",
         "compare with those of all ranks: torch.distributed.nn.functional.all_gather() keeps their gradients",
         "torch.distributed.nn.functional.all_gather: “Gathers tensors from the whole group”",
     ),
     "batch-dependent": Cause(
-        "the loss of a batch is not the mean over its samples: one process on each rank's samples alone has "
+        "the loss of a batch is not the mean over its samples: one process on only each rank's samples has "
         "gradients whose mean is that of the ranks",
         "all_reduce what it takes from the rank's whole batch, such as a count of boxes by which it is divided, "
         "or the load of experts; gather samples that it compares by torch.distributed.nn.functional.all_gather()",
@@ -175,8 +175,8 @@ CAUSES = {
     ),
     "other-samples": Cause(
         "the ranks' samples together are not those of one process",
-        "shard one order of the samples, the same on all ranks; or use a DataLoader and a data set that is no "
-        "IterableDataset: its batches can be replayed",
+        "shard one order of the samples, the same on all ranks; or use a DataLoader and a map-style data "
+        "set (not an IterableDataset): its batches can be replayed",
     ),
     "other-steps": Cause(
         "the number of optimizer steps differs",
@@ -229,7 +229,7 @@ NOTES = {
     ),
     "not-replayed": Cause(
         "one process draws the samples of a stream in another order, so that gradients are not compared",
-        "use a DataLoader and a data set that is no IterableDataset: its batches can be replayed",
+        "use a DataLoader and a map-style data set (not an IterableDataset): its batches can be replayed",
     ),
     "chaotic": Cause(
         "rounding alone changes the gradient so much that a bug might not show from this step on",

@@ -61,13 +61,13 @@ class Run:
         """Return the training batches, joined over all ranks, by loader iteration of rank 0."""
         ranks = [self.batches(rank) for rank in range(len(self.events))]
         joint = {}
-        # Ranks count differently if one of them alone evaluates.
+        # Ranks count differently if only one of them evaluates.
         for iteration, *parts in zip(ranks[0], *(own.values() for own in ranks), strict=False):
             joint[iteration] = [[*chain(*batch)] for batch in zip(*parts, strict=False)]
         return joint
 
     def share_batches(self, rank: int, step: int) -> dict[int, list[list[int]]]:
-        """Return joint_batches(), but from a step on those of one rank alone."""
+        """Return joint_batches(), but from a step on only those of one rank."""
         joint, shares, position = self.joint_batches(), self.batches(rank).values(), count()
         start = step * sum(map(len, joint.values())) // len(self.steps)
         return {

@@ -150,7 +150,7 @@ def test_it_says_what_runs_and_refuses_what_cannot(tmp_path):
     outcome = Ranks("apex", [*words, "--amp-backend", "apex"], 2, tmp_path / "apex").wait()
     assert "use --amp-backend torch" in outcome.refusal
     assert len(outcome.text.splitlines()) == 1
-    with pytest.raises(UserError, match="--opt-level alone sets the precision; drop --amp"):
+    with pytest.raises(UserError, match="only --opt-level sets the precision; drop --amp"):
         recipe.options(["--amp", "bf16"])
 
 

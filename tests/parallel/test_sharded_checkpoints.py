@@ -142,7 +142,7 @@ def spoil_weights(rank):
 
     def is_sound(self, step, weights):
         if step == 6:
-            self.fail(step, False, "it has spoilt the weights, which are not saved")
+            self.fail(step, False, "it has corrupted the weights, which are not saved")
         return step < 6
 
     if os.environ["RANK"] == str(rank):

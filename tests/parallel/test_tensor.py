@@ -252,14 +252,14 @@ class PackedHeads(nn.Module):
             {"layers.*.q": "column"},
             "tensor_plan has 'column' for layers.*.q; use colwise, colwise_gather_output, rowwise, ",
         ),
-        ({"layers.q": "colwise"}, "tensor_plan names layers.q, which is no module of it; correct the name"),
+        ({"layers.q": "colwise"}, "tensor_plan names layers.q, which is not a module of it; correct the name"),
         (
             {"layers.*.norm1": "colwise"},
-            "tensor_plan names layers.0.norm1 of a LayerNorm; colwise splits nn.Linear alone: leave it out",
+            "tensor_plan names layers.0.norm1 of a LayerNorm; colwise splits only nn.Linear: leave it out",
         ),
         (
             {"head": "embedding_rowwise"},
-            "tensor_plan names head of a Linear; embedding_rowwise splits nn.Embedding alone: leave it out",
+            "tensor_plan names head of a Linear; embedding_rowwise splits only nn.Embedding: leave it out",
         ),
         ({"head": "colwise"}, "tensor_plan names head, which shares its weight; leave it out"),
         (

@@ -583,12 +583,12 @@ ALONE = r"rank 1: --optimizer mine:fails_on_rank_1 failed: KeyError: '1' \(.*\);
         (
             "horovod",
             "scaled",
-            "--optimizer mine:scaled: Horovod builds it from its groups alone, and scale is then 1.0, not 20.*",
+            "--optimizer mine:scaled: Horovod builds it only from its groups, and scale is then 1.0, not 20.*",
         ),
         (
             "horovod",
             "step_hook",
-            "--optimizer mine:step_hook: Horovod builds it from its groups alone, and drops the hooks of its .*",
+            "--optimizer mine:step_hook: Horovod builds it only from its groups, and drops the hooks of its .*",
         ),
         (
             "pipeline",

@@ -313,7 +313,7 @@ def test_one_line_a_node():
     [
         ("infiniband", {}, "error: FABRIC expects auto, ib, roce, efa or tcp, got 'infiniband'"),
         ("tcp", {"MASTER_ADDR": "no-such-host.invalid"}, "cannot resolve no-such-host.invalid"),
-        ("tcp", {"MASTER_ADDR": "a" * 64, "RDZV_TIMEOUT_S": "300"}, "is no host name"),
+        ("tcp", {"MASTER_ADDR": "a" * 64, "RDZV_TIMEOUT_S": "300"}, "is not a host name"),
     ],
 )
 def test_a_refusal_is_one_line_and_status_2(fabric, env, words):

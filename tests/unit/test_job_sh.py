@@ -529,7 +529,7 @@ def test_the_probe_gets_no_option_of_a_record(job, tmp_path):
     [
         ({"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE expects a whole number of at least 1, got 'two'"),
         ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE expects a whole number of at least 1, got '0'"),
-        ({"SLURM_HET_SIZE": "2"}, "a heterogeneous job (sbatch ... : ...) would use its first component alone"),
+        ({"SLURM_HET_SIZE": "2"}, "a heterogeneous job (sbatch ... : ...) would use only its first component"),
         ({"MAX_REQUEUES": "many"}, "MAX_REQUEUES expects a whole number, got 'many'"),
         ({"MAX_EXCLUDED": "many"}, "MAX_EXCLUDED expects a whole number, got 'many'"),
         ({"PYTHON": "/nowhere/python"}, "there is no /nowhere/python; run make setup in "),

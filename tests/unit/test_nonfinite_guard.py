@@ -53,7 +53,7 @@ def test_spoilt_weights_are_not_saved():
     assert not guard.is_sound(5, [ONE, NAN])
     assert guard_of("stop").is_sound(5, [torch.ones(2, dtype=torch.complex64)])
     assert not guard_of("stop").is_sound(5, [torch.complex(torch.ones(2), torch.full((2,), math.nan))])
-    assert str(guard.stop.error).startswith("a gradient of step 5 is not finite; it has spoilt the weights")
+    assert str(guard.stop.error).startswith("a gradient of step 5 is not finite; it has corrupted the weights")
     assert not guard.is_sound(6, [ONE])
 
 

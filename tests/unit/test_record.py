@@ -214,7 +214,7 @@ class TestRecord:
             self.open(tmp_path, "--name", "a")
         args = options(["--runs-dir", str(tmp_path), "--name", "b", "--overwrite"])
         open_run(args, "single", [])  # claims the name; config.json is written once all ranks have restored
-        killed = "or give --resume auto alone if a launch was killed there"
+        killed = "or give only --resume auto if a launch was killed there"
         with pytest.raises(UserError, match=rf"b exists and is not a run; choose another --name, {killed}"):
             open_run(args, "single", [])
         self.open(tmp_path, "--name", "b", "--resume", "auto")

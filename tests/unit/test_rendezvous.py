@@ -995,7 +995,7 @@ def test_a_node_that_leaves_is_not_waited_for(nodes, monkeypatch):
         ({"MIN_NODES": "0"}, ["--name=x"], "MIN_NODES expects a whole number of at least 1"),
         ({"RDZV_ENDPOINT": "here"}, ["--name=x"], "RDZV_ENDPOINT expects host:port, got 'here'"),
         ({"RDZV_ENDPOINT": "here:65536"}, ["--name=x"], "RDZV_ENDPOINT expects host:port, got 'here:65536'"),
-        ({"RDZV_ENDPOINT": "..:1"}, ["--name=x"], r"'\.\.' is no host name"),
+        ({"RDZV_ENDPOINT": "..:1"}, ["--name=x"], r"'\.\.' is not a host name"),
         ({}, [], "an elastic job needs a name"),
     ],
 )

@@ -239,9 +239,9 @@ def test_names_that_are_missing_or_unknown(single, tmp_path):
 REFUSED = {
     "text": (
         b"weights",
-        "w.pt: it is no file of torch.save(), or holds more than tensors and plain values; give a",
+        "w.pt: it is not a file of torch.save(), or holds more than tensors and plain values; give a",
     ),
-    "empty": (b"", "w.pt: it is no file of torch.save(), or"),
+    "empty": (b"", "w.pt: it is not a file of torch.save(), or"),
     "tensor": (torch.zeros(2), "w.pt: it holds no state dict; give a file"),
     "no tensor": ({"epoch": 3}, "it holds no state dict"),
     "numbers": ({0: torch.zeros(2)}, "it holds no state dict"),

@@ -37,7 +37,7 @@ ShardCheck = Callable[[Path, list[dict[str, Any]]], None]
 
 
 class BadCheckpointError(Exception):
-    """The bytes of a file prove that it is no complete checkpoint of this project; the message says why."""
+    """The bytes of a file prove that it is not a complete checkpoint of this project; the message says why."""
 
 
 def read_newest(

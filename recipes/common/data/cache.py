@@ -79,7 +79,7 @@ def open_cache(store: Store, cache_dir: Path, shards: dict[str, int]) -> Cache:
         missing = sum(shards.values()) - sum(path.stat().st_blocks * 512 for path in folder.iterdir())
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        fix = "give a folder on a disk of the node that this user alone can write to"
+        fix = "give a folder on a disk of the node that only this user can write to"
         raise UserError(f"--cache-dir: cannot use {folder} ({error.strerror}); {fix}") from None
     if missing > free:
         what = f"needs {missing / 1e9:.1f} GB more, and its disk has {free / 1e9:.1f} GB free"

@@ -11,7 +11,7 @@ from recipes.common.process.open_files import allow_open_files
 
 
 class FilePool:
-    """Read `count` files by path; each process that gets a copy opens them anew.
+    """Read `count` files by path; each process that gets a copy opens them again.
 
     At most `most` are open, a quarter of those that a process may open, since workers' batches are files, too. For
     thousands of files, its limit is raised as far as it may be.

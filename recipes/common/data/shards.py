@@ -237,7 +237,7 @@ def check_sizes(folder: str, shards: dict[str, int], found: Iterator[int]) -> No
 def parse_index(content: bytes, place: str) -> tuple[dict[str, Any], dict[str, dict[str, np.ndarray]]]:
     """Return the index's facts about all images and, by split, the arrays of FIELDS.
 
-    Raises UserError if it is no index, or an image is outside of its shard, or a shard outside of the folder.
+    Raises UserError if it is not an index, or an image is outside of its shard, or a shard outside of the folder.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
@@ -302,7 +302,7 @@ def pack(source: Path, folder: Path, shard_bytes: int) -> Iterator[tuple[str, in
     """Pack the images below `source`, numbered as imagefolder lists them; yield each shard's name and image count.
 
     Raises:
-        UserError: `source` is no image folder, an image is too large, or `folder` is not empty or cannot be made.
+        UserError: `source` is not an image folder, an image too large, or `folder` not empty or not writable.
         OSError: an image cannot be read, or the disk is full.
     """
     listing = find_images(source)

@@ -150,7 +150,7 @@ class Data:
 
 
 def skipped(targets: Tensor) -> Tensor:
-    """Return of which samples no target counts: bool, shape (B,)."""
+    """Return a bool mask (B,): True for samples without a target that counts."""
     return (targets == SKIPPED).reshape(len(targets), -1).all(dim=1)
 
 

@@ -134,7 +134,7 @@ def load_user_data(args: Options, device: torch.device, on_fault: Callable[[User
         if wrong := numbers.wrong(*samples):
             raise UserError(f'{name}: {wrong}; fix it, or "num_classes"')
         if kind != "values" and split == "train" and bool((samples[1] == SKIPPED).all()):
-            raise UserError(f"{name}: all targets are {SKIPPED}, so none counts; give classes or tokens")
+            raise UserError(f"{name}: all targets are {SKIPPED}, so none is counted; give classes or tokens")
         return MemorySplit(*(tensor.to(device) for tensor in samples))
 
     train, may_skip = splits["train"], kind != "values"

@@ -196,7 +196,7 @@ class Sample(NamedTuple):
     fault: str = ""
     """Why the sample could not be read, if this one is a substitute for it."""
     is_damaged: bool = False
-    """Whether it was read but is no image, which --skip-bad-images may skip. Other faults say what to do."""
+    """Whether it was read but is not an image, which --skip-bad-images may skip. Other faults say what to do."""
 
 
 def read_evenly(dataset: Any, most: int) -> list[Sample]:
@@ -310,7 +310,7 @@ class LoadedSplit(Split):
 
         Raises WorkerError if a worker died, or no batch came within the bound.
         """
-        # The loader keeps its workers, and reads the keys anew in each epoch.
+        # The loader keeps its workers, and reads the keys again in each epoch.
         self.keys.epoch, self.keys.batches = epoch, (index for index in indices if len(index))
         with without_main(), limit_worker_wait(self.bound_s):  # if workers are kept, this waits for each of them
             loaded = iter(self.loader)

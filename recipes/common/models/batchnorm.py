@@ -201,7 +201,7 @@ def check_parts(model: nn.Module, args: Options, batch_parts: int, data: Data, l
     if least >= 2 or args.sync_batchnorm or not any(plain_layers(model)):
         return
     device = next(model.parameters(), torch.empty(0)).device
-    trial = copy.deepcopy(model).to(device).train()  # buffers too: fsdp has the weights alone on "meta"
+    trial = copy.deepcopy(model).to(device).train()  # buffers too: fsdp has only the weights on "meta"
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             trial(data.examples(1)[0].to(device))

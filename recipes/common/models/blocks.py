@@ -24,7 +24,7 @@ def blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def checkpoint_blocks(model: nn.Module, args: Options) -> None:
-    """With --activation-checkpointing, make each block keep its inputs alone, and run again in backward.
+    """With --activation-checkpointing, make each block keep only its inputs, and run again in backward.
 
     Raises UserError if the model has no blocks with parameters, or has batch norm.
     """

@@ -52,7 +52,7 @@ def one_pass(
 ) -> Pass:
     """Run samples, on the model's device, forward and backward through the model in eval().
 
-    `whole` returns the whole of a gradient of which this rank has a part. Call it on all ranks that share one.
+    `whole` gathers a gradient if this rank holds only a part of it. Call it on all ranks that share one.
     """
     inputs, targets = samples
     model.eval()

@@ -39,7 +39,7 @@ def build_user_model(args: Options, data: Data) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise UserError(f"--model {args.model} returned {name_of(model)}; return a torch.nn.Module")
     if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-        # --weights builds a second model, on rank 0 alone: passes through shards would wait for the other ranks.
+        # --weights builds a second model, only on rank 0: passes through shards would wait for the other ranks.
         raise UserError(f"--model {args.model} returned the same model twice; let it make a new one in each call")
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -248,7 +248,7 @@ def check_sums(what: str, task: Task, output: Tensor, targets: Tensor) -> None:
     for own, (whole, alone) in zip(itertools.cycle(names), pairs, strict=False):
         if not math.isfinite(whole) or math.isclose(whole, alone, rel_tol=1e-3, abs_tol=1e-5):
             continue
-        fix = "return a sum of one value for each sample, and let derive() compute what is no sum"
+        fix = "return a sum of one value for each sample, and let derive() compute what is not a sum"
         if math.isclose(whole * len(targets), alone, rel_tol=1e-3, abs_tol=1e-5):
             fix = 'return the sum over the samples (reduction="sum"), not the mean'
         raise UserError(f"{what}: {own} of two samples is {whole:.6g}, the sum of each one's {alone:.6g}; {fix}")

@@ -1,6 +1,6 @@
 """The check that all ranks use the same blocks and parameters of a user's model that shard_blocks() has sharded.
 
-FSDP exchanges weights and gradients by their order alone. If ranks use different ones, they mix them, gloo aborts,
+FSDP exchanges weights and gradients only by their order. If ranks use different ones, they mix them, gloo aborts,
 or ranks wait in different exchanges until --timeout-s ends the job.
 """
 

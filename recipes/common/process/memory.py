@@ -21,7 +21,7 @@ OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNAB
 def keep_freed_memory() -> None:
     """Let glibc keep the memory that a step frees for the next step; elsewhere, do nothing.
 
-    By default, it returns more than some MB to the kernel, and the next step gets every page anew. On a CPU, that
+    By default, it returns more than some MB to the kernel, and the next step gets every page again. On a CPU, that
     may cost a third of a step (docs/benchmarks/choices.md).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

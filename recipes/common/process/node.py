@@ -63,11 +63,11 @@ def check_host(name: str) -> None:
     Two addresses, as of hostname -I, or an address with its port would only fail to resolve, after minutes.
     """
     if re.search(r"[\s,/]|^[^:]*:[^:]*$", name):
-        raise UserError(f"{name!r} is no host name or address; give one, without a port")
+        raise UserError(f"{name!r} is not a host name or address; give one, without a port")
     try:
         name.encode("idna")
     except UnicodeError:
-        raise UserError(f"{name!r} is no host name: each part between its dots needs 1 to 63 characters") from None
+        raise UserError(f"{name!r} is not a host name: parts between dots have 1 to 63 characters") from None
 
 
 def check_head(node: Node) -> None:

@@ -60,7 +60,7 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def changed_options(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the options that differ between two launches, with both values; options of one alone do not count."""
+    """Return the options that differ between two launches, with both values; options of only one do not count."""
 
     def text(value: Any) -> Any:
         return {"True": "on", "False": "off", "None": "none"}.get(str(value), value)

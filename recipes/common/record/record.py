@@ -99,7 +99,7 @@ def _new_run(args: Options, recipe: str) -> Path:
             (folder / "metrics.jsonl").touch(exist_ok=False)  # of two jobs that start together, one gets the name
         except FileExistsError:
             if args.resume == "auto" or args.overwrite:
-                killed = "or give --resume auto alone if a launch was killed there as it began"
+                killed = "or give only --resume auto if a launch was killed there as it began"
                 fix = f"choose another --name{f', {killed}' if 'metrics.jsonl' in names_in(folder) else ''}"
                 raise UserError(f"{folder} exists and is not a run; {fix}") from None
             remedy = "add --resume auto to resume it, --overwrite to replace it, or choose another --name"
@@ -256,7 +256,7 @@ class Record:
         replace_text(self._config, self._written, flush=True)
         replace_text(self._metrics, "".join(map(_json, kept)), flush=True)
         if self.args.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # rank 0 alone pays for this import
+            from torch.utils.tensorboard import SummaryWriter  # only rank 0 pays for this import
 
             _silence_thread_of_events()
             self._events = SummaryWriter(str(self.folder), purge_step=step + 1 if step else None)

@@ -1,4 +1,4 @@
-"""What a run starts from: a run and its newest good checkpoint, a checkpoint at a path, or weights alone."""
+"""What a run starts from: a run and its newest good checkpoint, a checkpoint at a path, or only weights."""
 
 from __future__ import annotations
 
@@ -156,10 +156,11 @@ def read_weights(path: Path, check: ShardCheck | None) -> tuple[Path, Content]:
     is read, else the newest good one. `check`: as for read_checkpoint().
 
     Raises:
-        UserError: the file holds no weights, or not weights alone; or as read_path().
+        UserError: the file holds no weights, or more than weights; or as read_path().
         OSError: the file cannot be read.
     """
-    fix = "give a file of torch.save(model.state_dict()), safetensors, a folder of them, a checkpoint, or a run's"
+    files = "a file of torch.save(model.state_dict()), safetensors or a folder of them"
+    fix = f"give {files}, a checkpoint, or a run's folder"
     content: Any = {"format": FORMAT}
     path = _published_in(path)
     try:
@@ -182,7 +183,7 @@ def read_weights(path: Path, check: ShardCheck | None) -> tuple[Path, Content]:
     except (MemoryError, RuntimeError) as error:  # torch's own allocator and reader
         raise UserError(f"cannot read --weights {path}: {reason_of(error)}; {fix}") from None
     except Exception:  # pickle and torch raise a dozen kinds
-        what = "it is no file of torch.save(), or holds more than tensors and plain values"
+        what = "it is not a file of torch.save(), or holds more than tensors and plain values"
         raise UserError(f"--weights {path}: {what}; {fix}") from None
     if isinstance(content, dict) and content.get("format") == FORMAT:
         path, content = read_path(path, "--weights", check)  # it checks every byte

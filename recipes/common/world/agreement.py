@@ -165,7 +165,7 @@ def check_same_weights(args: Options, weights: Iterable[Tensor], peers: Peers) -
     """Check that the user's model begins with the same weights on all ranks; call it on all ranks.
 
     It is for recipes that send no rank's weights to the others. Code may draw them by a generator of its own, or
-    load them on rank 0 alone. Raises UserError on all ranks.
+    load them only on rank 0. Raises UserError on all ranks.
     """
     if is_user_code(args.model):
         what = f"a model with weights of digest {digest(*weights):08x}"
@@ -183,7 +183,7 @@ def check_facts(own: dict[str, str], expected: dict[str, str]) -> None:
     """Raise UserError with the first of this rank's facts that differs from rank 0's."""
     for name in [*expected, *own]:
         here, there = own.get(name, "missing"), expected.get(name, "missing")
-        may_lack = name.startswith("import ")  # of the user's code: rank 0 alone may import a logger
+        may_lack = name.startswith("import ")  # of the user's code: only rank 0 may import a logger
         if here != there and not (may_lack and "missing" in (here, there)):
             fix = "start all ranks with the same options, data, code and libraries"
             raise UserError(f"{name} is {here} on {socket.gethostname()}, and {there} on rank 0; {fix}")

@@ -69,7 +69,7 @@ def outline_of(tree: Any) -> tuple[Any, list[Tensor]]:
 
 
 def fill_slots(outline: Any, fill: Callable[[Slot], Tensor]) -> Any:
-    """Return the tree of which this is the outline: fill(slot) is called for each slot, in order."""
+    """Return the tree of an outline, with fill(slot) in place of each slot, in order."""
     return map_tree(outline, lambda value: isinstance(value, Slot), fill)
 
 
