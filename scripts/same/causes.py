@@ -81,13 +81,13 @@ CAUSES = {
         f"{DDP}: “(NOT averaged as usual)”",
     ),
     "contrastive": Cause(
-        "the loss compares a sample only with the others of its rank, and more processes have fewer on each",
+        "the loss compares a sample only with the others of its rank, which are fewer with more processes",
         "compare with those of all ranks: torch.distributed.nn.functional.all_gather() keeps their gradients",
         "torch.distributed.nn.functional.all_gather: “Gathers tensors from the whole group”",
     ),
     "batch-dependent": Cause(
-        "the loss of a batch is not the mean over its samples: one process on only each rank's samples has "
-        "gradients whose mean is that of the ranks",
+        "the loss of a batch is not the mean over its samples: one process was run on each rank's samples, and "
+        "the mean of its gradients is the ranks' gradient",
         "all_reduce what it takes from the rank's whole batch, such as a count of boxes by which it is divided, "
         "or the load of experts; gather samples that it compares by torch.distributed.nn.functional.all_gather()",
     ),
@@ -216,7 +216,7 @@ NOTES = {
         "unless that is meant, give each process its part of the batch: GLOBAL_BATCH=48, {local_batch} in ARGS",
     ),
     "scaled-with-batch": Cause(
-        "the learning rate and the batch depend on the number of processes, so that later steps are not compared",
+        "the learning rate and the batch depend on the number of processes, so later steps are not compared",
         "compare at one batch: GLOBAL_BATCH=48, {local_batch} in ARGS",
     ),
     "redundant": Cause(
@@ -224,11 +224,11 @@ NOTES = {
         "start one process, or shard the data",
     ),
     "uncontrolled": Cause(
-        "the script draws random numbers that cannot be held still, so that gradients are not compared",
+        "the script draws random numbers that cannot be repeated, so gradients are not compared",
         "draw them in the data set's __getitem__ from the global generators",
     ),
     "not-replayed": Cause(
-        "one process draws the samples of a stream in another order, so that gradients are not compared",
+        "one process draws the samples of a stream in another order, so gradients are not compared",
         "use a DataLoader and a map-style data set (not an IterableDataset): its batches can be replayed",
     ),
     "chaotic": Cause(
@@ -236,7 +236,7 @@ NOTES = {
         "use fewer steps, or a lower learning rate",
     ),
     "not-printed": Cause(
-        "the script prints no loss that can be read, so that its steps are compared, and no losses",
+        "the script prints no loss that can be read, so only its steps are compared, not losses",
         "print `loss 2.3` in a line, or give LOSS='(regular expression)'",
     ),
     "zero-gradient": Cause(
