@@ -8,6 +8,7 @@ import runpy
 import sys
 import traceback
 
+import torch
 import torch.multiprocessing as mp
 
 from tests.support import ROOT
@@ -30,3 +31,13 @@ def run_page(recipe: str, argv: list[str]) -> None:
         status = 1
     sys.stdout.flush()
     sys.exit(status)
+
+
+def shuffle_as_the_pages() -> None:
+    """Make a recipe's train.py take the samples in the pages' order, a DistributedSampler's."""
+    from recipes.common import job  # here: a rank that runs a page does not need it
+
+    def order(size: int, seed: int, epoch: int, block: int) -> torch.Tensor:
+        return torch.randperm(size, generator=torch.Generator().manual_seed(seed + epoch))
+
+    job.permutation = order

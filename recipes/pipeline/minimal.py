@@ -17,17 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.functional import cross_entropy
 
-SEED, BATCH_SIZE, LR, WARMUP = 0, 64, 0.02, 100
-
-
-def permutation(size: int, epoch: int) -> Tensor:
-    """Return the order of the samples in an epoch. Any seed would do; this hash (splitmix64) is train.py's."""
-    state, mask = 0, 2**64 - 1
-    for number in (SEED, epoch):
-        state = (state ^ number) + 0x9E3779B97F4A7C15 & mask
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-            state = (state ^ state >> shift) * factor & mask
-    return torch.randperm(size, generator=torch.Generator().manual_seed(state >> 1))
+SEED, BATCH_SIZE, LR, WARMUP = 1, 64, 0.02, 100
 
 
 def main() -> None:
@@ -80,7 +70,8 @@ def main() -> None:
 
     started, steps_per_epoch = time.perf_counter(), len(labels) // BATCH_SIZE
     for epoch in range(first_epoch, args.epochs):
-        batches = permutation(len(labels), epoch).to(device).split(BATCH_SIZE)[:steps_per_epoch]  # full batches
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(SEED + epoch))
+        batches = order.to(device).split(BATCH_SIZE)[:steps_per_epoch]  # full batches
         for step, batch in enumerate(batches, epoch * steps_per_epoch + 1):
             optimizer.zero_grad()
             share = batch.tensor_split(replicas)[dp.rank()]  # DDP: each replica takes its share of the same batch

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from recipes.common import job
 from recipes.common.checkpoint.reading import read_checkpoint
 from recipes.common.errors import UserError
 from recipes.common.models.attention import causal_attention, positions, use_sequence_sharding
@@ -21,7 +20,7 @@ from recipes.context.attention import make_sequence_sharding, shard_sequence
 from recipes.context.train import options
 from tests import observe
 from tests.conftest import refused, slow
-from tests.page import run_page
+from tests.page import run_page, shuffle_as_the_pages
 from tests.parallel.test_fsdp import note_bytes
 from tests.parallel.test_your_model import DIVIDED
 from tests.support import (
@@ -468,14 +467,6 @@ def texts(tmp_path_factory):
     return folder / "page", folder / "split"
 
 
-def order_as_on_the_page(size, seed, epoch, block):
-    return torch.randperm(size, generator=torch.Generator().manual_seed(epoch))
-
-
-def shuffle_as_the_page():
-    job.permutation = order_as_on_the_page
-
-
 def read_page(text):
     """Return the losses of the page's steps, the test losses of its epochs, and its last line."""
     steps, epochs = (re.findall(rf"^{kind} (\S+)$", text, re.MULTILINE) for kind in KINDS)
@@ -500,7 +491,7 @@ def recipe_on_texts(texts, tmp_path_factory):
     argv = ("--data", "text", "--data-dir", str(texts[1]), "--seq-len", "256", "--global-batch-size", "16")
     argv += ("--lr", "0.001", "--lr-schedule", "constant", "--warmup-steps", "0", "--epochs", "2")
     folder = tmp_path_factory.mktemp("page")
-    return train("single", folder, 1, *argv, "--device", "cpu", setup=shuffle_as_the_page)
+    return train("single", folder, 1, *argv, "--device", "cpu", setup=shuffle_as_the_pages)
 
 
 @pytest.mark.parametrize(("world_size", "ranks"), [(1, 1), (2, 2), *slow((4, 2), (4, 4), (2, 1))])

@@ -1,7 +1,7 @@
 """Each minimal.py: it stands alone on one page, and trains, evaluates and resumes as the full recipes do.
 
-Their losses are compared with those of recipes/single/train.py, with which other tests compare every train.py.
-The tolerance is 1e-5 relative, as in test_contract.py.
+Their losses are compared with those of recipes/single/train.py, with which other tests compare every train.py,
+with the pages' seed and order of samples. The tolerance is 1e-5 relative, as in test_contract.py.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ import pytest
 import torch
 
 from tests.conftest import need_horovod
-from tests.page import run_page
+from tests.page import run_page, shuffle_as_the_pages
 from tests.support import ROOT, losses, metrics, run_command, run_ranks, train
 
 ON_DIGITS = ["single", "dataparallel", "ddp", "spawn", "horovod", "apex", "fsdp", "tensor", "pipeline", "scratch"]
 PAGES = [*ON_DIGITS, "context"]
 """The last one trains a GPT: test_context.py compares its losses."""
 PARENTS = {"dataparallel": "single", "ddp": "single"} | dict.fromkeys(ON_DIGITS[3:], "ddp")
-MOST_CHANGED = {"apex": 40, "fsdp": 46, "tensor": 60, "pipeline": 52, "scratch": 50}
+MOST_CHANGED = {"apex": 40, "fsdp": 46, "tensor": 60, "pipeline": 53, "scratch": 51}
 """Number of lines by which a page may differ from its parent; 40 by default."""
 
 OWN_LIBRARIES = {"horovod": {"horovod"}, "apex": {"apex"}}
 ALLOWED = {*sys.stdlib_module_names, "torch", "torchvision", "sklearn", "numpy"}
 
+SEED = "1"
+"""The pages'. With 0, a ReLU's input is so near 0 at step 64 that rounding differs: losses then differ by 3%."""
 EPOCHS, STEPS_PER_EPOCH = 5, 1437 // 64
 RUNS = [*((page, 1) for page in ON_DIGITS), ("tensor", 3), ("pipeline", 3)]
 """Pages and numbers of processes, which share a replica; the tests of resuming use 2 and 3 (or 4) processes."""
@@ -85,8 +87,9 @@ def run(page, folder, world_size, argv, run_page=run_page, **env):
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """Return the run of recipes/single/train.py."""
-    folder = train("single", tmp_path_factory.mktemp("reference"), 1, "--epochs", str(EPOCHS))
+    """Return the run of recipes/single/train.py with the pages' seed and order of samples."""
+    path, argv = tmp_path_factory.mktemp("reference"), ("--epochs", str(EPOCHS), "--seed", SEED)
+    folder = train("single", path, 1, *argv, setup=shuffle_as_the_pages)
     epochs = [line for line in metrics(folder) if "test_loss" in line]
     return Run(
         dict(enumerate(losses(folder), 1)),
