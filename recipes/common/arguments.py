@@ -137,6 +137,11 @@ def url_of(place: Path) -> str | None:
     return f"{match[1].lower()}://{str(place)[match.end() :]}" if match else None
 
 
+def option_text(value: Any) -> str:
+    """Return an option's value as text; of a Path that holds a URL, the URL."""
+    return (url_of(value) if isinstance(value, Path) else None) or str(value)
+
+
 def path_or_url(text: str) -> Path:
     """Return a path, or a URL as url_of() reads it; refuse one without a host, which a Path would invent."""
     if not text or "\0" in text or re.match(rf"{SCHEME}://(/|$)", text):

@@ -29,6 +29,7 @@ from recipes.common.arguments import (
     is_user_code,
     non_negative_float,
     one_of,
+    option_text,
     positive_float,
     positive_int,
     whole_number,
@@ -409,7 +410,7 @@ def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
         "flops_per_sample": workload.flops_per_sample,
         "compute": {**asdict(compute), "source": source},
         "fabric": {"name": fabric, **asdict(link), "intra": args.intra},
-        "options": {name: str(value) for name, value in {**vars(options), **vars(args)}.items()},
+        "options": {name: option_text(value) for name, value in {**vars(options), **vars(args)}.items()},
         "rows": rows,
     }
     return plan, lines, args.output

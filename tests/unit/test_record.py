@@ -72,6 +72,13 @@ class TestRecord:
         assert [launch["world_size"] for launch in config["launches"]] == [2]
         assert config["launches"][0]["make"] == "make run RECIPE=single"
 
+    def test_a_url_is_recorded_as_it_was_given(self, tmp_path):
+        argv = ("--data", "shards", "--data-dir", "https://host/shards", "--cache-dir", str(tmp_path / "cache"))
+        record, _ = self.open(tmp_path, "--name", "a", *argv)
+        config = json.loads((record.folder / "config.json").read_text())
+        assert config["options"]["data_dir"] == "https://host/shards"
+        assert config["options"]["cache_dir"] == str(tmp_path / "cache")
+
     @pytest.mark.parametrize(
         ("line", "words"),
         [

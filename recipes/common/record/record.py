@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from recipes.common.arguments import option_text
 from recipes.common.checkpoint.checkpoint import CheckpointFolder
 from recipes.common.errors import UserError, as_user_error
 from recipes.common.folders import names_in, replace_text
@@ -376,7 +377,7 @@ def _silence_thread_of_events() -> None:
 
 
 def _plain_options(args: Options) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    return {name: option_text(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
 
 
 def _without_nan(values: dict[str, Any]) -> dict[str, Any]:
