@@ -26,6 +26,7 @@ from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Check, Technique, begin_run, load_data_and_model, train_epochs
+from recipes.common.models.models import compile_forward
 from recipes.common.optim import build_optimizer, optimizer_step
 from recipes.common.options import HOOKED, parse
 from recipes.common.parallel.buckets import build_final_buckets, check_complete, wrap_in_ddp
@@ -90,10 +91,7 @@ class TorchAmp:
         self.ddp = wrap_in_ddp(self.working, args, world.device)
         if args.deterministic:
             build_final_buckets(self.ddp, data, world.device)
-        if args.compile:
-            from recipes.common.compiled_code import compile_forward
-
-            compile_forward(self.working, args)  # DDP: not the wrapper, as in recipes/ddp
+        compile_forward(self.working, args)  # DDP: not the wrapper, as in recipes/ddp
         self.eval_model = self.ddp  # DDP: exchanges nothing without gradients
         self.summary = summarise(args, "torch.amp", self.half, is_scaled, why)
 

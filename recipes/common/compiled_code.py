@@ -1,4 +1,4 @@
-"""--compile: the compilation, checks of the compiler, and of the folder from which torch runs compiled code."""
+"""--compile: checks of the compiler, and of the folder from which torch runs compiled code."""
 
 from __future__ import annotations
 
@@ -11,22 +11,11 @@ import sysconfig
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.runtime.runtime_utils import default_cache_dir
 
 from recipes.common.errors import UserError
-from recipes.common.options import Options
-
-
-def compile_forward(module: nn.Module, args: Options) -> None:
-    """Compile a module's forward(), without the hooks around it, such as FSDP's.
-
-    module.compile() traces hooks and forward() in one frame. Where torch skips that frame (2.11 always, later ones
-    because of FSDP's hooks), it compiles nothing of a class of its own, such as nn.Sequential.
-    """
-    module.forward = torch.compile(module.forward, mode=args.compile_mode)
 
 
 def check_compiler(device: torch.device) -> None:

@@ -26,7 +26,7 @@ from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.models.attention import use_sequence_sharding
-from recipes.common.models.models import GPT_NAMES, GPTS
+from recipes.common.models.models import GPT_NAMES, GPTS, compile_forward
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import TEXTS, Options, check_processes, nearest_multiples, parse
 from recipes.common.parallel import sharding
@@ -112,10 +112,7 @@ def wrap(
     ddp = wrap_in_ddp(model, args, world.device, bucket_cap_mb=default_bucket_mb(world.device))
     if args.deterministic:
         build_final_buckets(ddp, data, world.device, lambda inputs: own_sequence(inputs, cp))
-    if args.compile:
-        from recipes.common.compiled_code import compile_forward
-
-        compile_forward(model, args)  # DDP: not the wrapper, as in recipes/ddp
+    compile_forward(model, args)  # DDP: not the wrapper, as in recipes/ddp
     return ddp
 
 

@@ -20,6 +20,7 @@ from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
 from recipes.common.models.batchnorm import check_parts
+from recipes.common.models.models import compile_forward
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, parse
 from recipes.common.process.entry import run_main
@@ -59,10 +60,7 @@ def wrap(model: nn.Module, args: Options, devices: list[torch.device]) -> nn.Mod
         raise UserError("--activation-checkpointing: blocks would run again as the first GPU's; use RECIPE=ddp")
     elif args.compile:
         raise UserError("--compile: replicas would all run the code of the first; drop it or use RECIPE=ddp")
-    if args.compile:
-        from recipes.common.compiled_code import compile_forward
-
-        compile_forward(model, args)
+    compile_forward(model, args)
     inner = Autocast(model, args, devices[0])
     if devices[0].type == "cpu":
         return inner  # DataParallel would use all GPUs, even with --device cpu

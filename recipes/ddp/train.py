@@ -21,6 +21,7 @@ from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
+from recipes.common.models.models import compile_forward
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, parse
 from recipes.common.parallel.buckets import build_final_buckets, check_complete, default_bucket_mb, wrap_in_ddp
@@ -88,12 +89,9 @@ def wrap(model: nn.Module, args: DDPOptions, world: World, data: Data) -> Distri
         from recipes.ddp.compression import compress_gradients
 
         run_on_all_ranks(lambda: compress_gradients(ddp, args.grad_compression, args.powersgd_rank), world)
-    if args.compile:
-        from recipes.common.compiled_code import compile_forward
-
-        # DDP: not the wrapper: torch would compile nothing of an nn.Sequential in it. When DDP calls the model,
-        # torch cuts the graph at the buckets, so that their exchange still overlaps with backward.
-        compile_forward(model, args)
+    # DDP: not the wrapper: torch would compile nothing of an nn.Sequential in it. When DDP calls the model, torch
+    # cuts the graph at the buckets, so that their exchange still overlaps with backward.
+    compile_forward(model, args)
     return ddp
 
 

@@ -23,6 +23,7 @@ from recipes.common.arguments import choice, is_user_code
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Check, Technique, begin_run, load_data_and_model, train_epochs, update
+from recipes.common.models.models import compile_forward
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, parse
 from recipes.common.parallel.buckets import check_frozen, find_unused, frozen
@@ -136,10 +137,7 @@ def wrap(model: nn.Module, args: HorovodOptions, world: World) -> Any:
         what = f"--model {args.model}: Horovod: {str(error).rstrip('.')}"
         fix = "make it so" if "contiguous" in str(error) else "use another dtype"
         raise UserError(f"{what}; {fix}, or RECIPE=ddp") from None
-    if args.compile:
-        from recipes.common.compiled_code import compile_forward
-
-        compile_forward(model, args)
+    compile_forward(model, args)
     optimizer = build_optimizer(args, model, world)
     if is_user_code(args.optimizer):
         check_copy(optimizer, args)

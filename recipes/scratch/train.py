@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from recipes.common.arguments import one_of, option, switch
 from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
+from recipes.common.models.models import compile_forward
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, parse
 from recipes.common.parallel.buckets import find_unused
@@ -140,10 +141,7 @@ def wrap(model: nn.Module, args: ScratchOptions, world: World) -> nn.Module:
     # Scratch: sends the model's bytes to each rank, once. All have drawn the same weights from --seed; this only
     # makes sure.
     get_params(model.parameters(), world)
-    if args.compile:
-        from recipes.common.compiled_code import compile_forward
-
-        compile_forward(model, args)
+    compile_forward(model, args)
     return model
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from recipes.common.job import Job
 from recipes.common.loop import Technique, begin_run, load_data_and_model, train_epochs
+from recipes.common.models.models import compile_forward
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, parse
 from recipes.common.process.entry import run_main
@@ -32,10 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = choose_devices(args.device)[0]
     alone = Peers(device)
     data, model = load_data_and_model(args, "single", alone, stop)
-    if args.compile:
-        from recipes.common.compiled_code import compile_forward
-
-        compile_forward(model, args)
+    compile_forward(model, args)
     optimizer, scaler = build_optimizer(args, model, alone), build_scaler(args, device)
     job = Job(args, "single", data, alone, model, optimizer, scaler, stop)
 

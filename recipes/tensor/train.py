@@ -29,6 +29,7 @@ from recipes.common.data import Data
 from recipes.common.errors import UserError
 from recipes.common.job import Job
 from recipes.common.loop import Check, Content, Technique, begin_run, load_data_and_model, train_epochs
+from recipes.common.models.models import compile_forward
 from recipes.common.optim import autocast, build_optimizer, build_scaler
 from recipes.common.options import Options, check_processes, parse
 from recipes.common.parallel import sharding
@@ -98,9 +99,7 @@ def wrap(model: nn.Module, data: Data, args: TensorOptions, world: World, mesh: 
         # part of the block; a reduce-scatter after its backward takes (D-1)/D of its gradients' bytes.
         # Tensor: parameters in no block are gathered before forward, and kept until backward has ended.
         shard_blocks(model, args, mesh=mesh["dp"])
-    elif args.compile:
-        from recipes.common.compiled_code import compile_forward
-
+    else:
         compile_forward(model, args)
     return packed
 

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from recipes.common.arguments import is_user_code
 from recipes.common.data import Data, load_data
 from recipes.common.data.workers import LoadedSplit
-from recipes.common.models.models import make_model
+from recipes.common.models.models import compile_forward, make_model
 from recipes.common.optim import autocast, build_optimizer
 from recipes.common.options import TEXTS, Options
 from recipes.common.seeding import choose_kernels
@@ -208,10 +208,10 @@ def timed_step(args: Options, kind: Kind, samples: int, device: torch.device) ->
         inputs = inputs.contiguous(memory_format=torch.channels_last)
         model.to(memory_format=torch.channels_last)
     if args.compile:
-        from recipes.common.compiled_code import check_compiler, compile_forward
+        from recipes.common.compiled_code import check_compiler
 
         check_compiler(device)
-        compile_forward(model, args)
+    compile_forward(model, args)
     choose_kernels(args)
 
     def now() -> float:

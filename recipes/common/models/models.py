@@ -101,6 +101,16 @@ def build_model(args: Options, data: Data, device: torch.device = CPU) -> nn.Mod
     return model
 
 
+def compile_forward(module: nn.Module, args: Options) -> None:
+    """With --compile, compile a module's forward(), without the hooks around it, such as FSDP's.
+
+    module.compile() traces hooks and forward() in one frame. Where torch skips that frame (2.11 always, later ones
+    because of FSDP's hooks), it compiles nothing of a class of its own, such as nn.Sequential.
+    """
+    if args.compile:
+        module.forward = torch.compile(module.forward, mode=args.compile_mode)
+
+
 def make_model(args: Options, data: Data) -> nn.Module:
     """Return --model, built by its name or by the user's function; raises UserError as build_model() does."""
     torch.manual_seed(args.seed)  # GPUs, too

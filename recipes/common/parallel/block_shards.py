@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from recipes.common.arguments import is_user_code
 from recipes.common.errors import UserError
 from recipes.common.models.blocks import blocks
+from recipes.common.models.models import compile_forward
 from recipes.common.optim import AMP_DTYPES
 from recipes.common.options import HOOKED, MOST_GRAPHS, Options
 from recipes.common.parallel.buckets import check_frozen, frozen
@@ -51,13 +52,10 @@ def shard_blocks(model: nn.Module, args: Options, **settings: Any) -> FSDPModule
     for norm in own_norms:
         fully_shard(norm, mp_policy=precision(replace(args, amp="none")), **settings)  # fp32 statistics need that
     if args.compile:
-        from recipes.common.compiled_code import compile_forward
-
         # Torch counts the graphs of all blocks of a class together.
         torch._dynamo.config.recompile_limit = MOST_GRAPHS * max(1, len(chosen))
     for block in chosen:
-        if args.compile:
-            compile_forward(block, args)
+        compile_forward(block, args)
         block.register_forward_hook(copy_views)
         watch_frozen(block, names)
         fully_shard(block, mp_policy=precision(args), **settings)
