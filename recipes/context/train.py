@@ -59,9 +59,6 @@ class ContextOptions(Options):
         flag = f"--context-parallel {self.context_parallel}"
         if self.sync_batchnorm:
             raise UserError("--sync-batchnorm: this recipe has none; use RECIPE=ddp, or --batchnorm-group")
-        if self.fully_shard and self.amp == "fp16":
-            what = "with --fully-shard, a gradient scaler sees only a rank's own shards"
-            raise UserError(f"--amp fp16: {what}; use --amp bf16")
         if self.fully_shard and self.records_graphs:  # see recipes/fsdp
             what = "with --fully-shard, CUDA graphs of blocks overwrite each other's outputs"
             raise UserError(f"--compile-mode {self.compile_mode}: {what}; use --compile-mode default")

@@ -66,8 +66,6 @@ class FSDPOptions(Options):
     def check(self) -> None:
         """Raise UserError if options do not combine."""
         super().check()
-        if self.amp == "fp16":
-            raise UserError("--amp fp16: its gradient scaler does not support shards; use --amp bf16")
         if self.sync_batchnorm:
             raise UserError("--sync-batchnorm: fsdp normalises each rank's share by itself; use --batchnorm-group")
         if self.records_graphs:

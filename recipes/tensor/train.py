@@ -59,8 +59,6 @@ class TensorOptions(Options):
     def check(self) -> None:
         """Raise UserError if options do not combine."""
         super().check()
-        if self.amp == "fp16":
-            raise UserError("--amp fp16: a gradient scaler sees only a rank's own shards; use --amp bf16")
         if self.sync_batchnorm:
             raise UserError("--sync-batchnorm: each replica normalises its own share; use --batchnorm-group")
         if self.tensor_parallel == 1 and (self.sequence_parallel or self.loss_parallel):

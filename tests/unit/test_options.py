@@ -131,7 +131,7 @@ POWERSGD = ["--grad-compression", "powersgd"]
         ("tensor", ["--amp", "fp16"], "a gradient scaler sees only a rank's own shards; use --amp bf16"),
         ("tensor", ["--sync-batchnorm"], "each replica normalises its own share; use --batchnorm-group"),
         ("context", ["--sync-batchnorm"], "this recipe has none; use RECIPE=ddp, or --batchnorm-group"),
-        ("fsdp", ["--amp", "fp16"], "its gradient scaler does not support shards; use --amp bf16"),
+        ("fsdp", ["--amp", "fp16"], "a gradient scaler sees only a rank's own shards; use --amp bf16"),
         ("fsdp", ["--sync-batchnorm"], "fsdp normalises each rank's share by itself; use --batchnorm-group"),
         (
             "ddp",
