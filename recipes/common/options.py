@@ -347,6 +347,10 @@ class Options(TrainingOptions):
         self.check_optimizer()
         if self.compile_mode != "default" and not self.compile:
             raise UserError(f"--compile-mode {self.compile_mode} is for compiled models; add --compile")
+        if self.records_graphs and self.exchanges_in_forward:
+            # NCCL waits for all graphs that hold a communicator before it ends it, and torch keeps its graphs.
+            what = "a CUDA graph must not hold the collectives that forward() and backward() have here"
+            raise UserError(f"--compile-mode {self.compile_mode}: {what}; use --compile-mode default")
         if self.records_graphs and self.accumulate_steps > 1:
             # A pass's gradients are in the graph's memory, which the next pass overwrites: pytorch#169545.
             flags = f"--compile-mode {self.compile_mode} with --accumulate-steps {self.accumulate_steps}"
@@ -434,6 +438,11 @@ class Options(TrainingOptions):
     def passes(self) -> int:
         """Number of a rank's passes through a model in a step, one after another."""
         return self.accumulate_steps
+
+    @property
+    def exchanges_in_forward(self) -> bool:
+        """Whether the model's own operations, which --compile compiles, are collectives in part."""
+        return self.sync_batchnorm
 
     @property
     def records_graphs(self) -> bool:

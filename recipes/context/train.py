@@ -53,15 +53,17 @@ class ContextOptions(Options):
         """Whether ranks hold shards of the model."""
         return self.fully_shard
 
+    @property
+    def exchanges_in_forward(self) -> bool:
+        """Whether the ranks of a replica exchange keys and values."""
+        return self.context_parallel > 1
+
     def check(self) -> None:
         """Raise UserError if options do not combine."""
         super().check()
         flag = f"--context-parallel {self.context_parallel}"
         if self.sync_batchnorm:
             raise UserError("--sync-batchnorm: this recipe has none; use RECIPE=ddp, or --batchnorm-group")
-        if self.fully_shard and self.records_graphs:  # see recipes/fsdp
-            what = "with --fully-shard, CUDA graphs of blocks overwrite each other's outputs"
-            raise UserError(f"--compile-mode {self.compile_mode}: {what}; use --compile-mode default")
         if self.fully_shard and self.context_parallel == 1:
             raise UserError(f"--fully-shard: {flag} divides nothing; drop it, or use RECIPE=fsdp")
         if self.context_parallel == 1:

@@ -57,6 +57,7 @@ class FSDPOptions(Options):
     """Fully sharded data parallelism."""
 
     has_shards = True
+    exchanges_in_forward = True
     replicas: int = option(1, positive_int, "copies of the model, each sharded over world size / R ranks", "R")
     reshard_after_forward: bool = switch(
         "free a block's gathered weights after forward, and gather them again for backward", default=True
@@ -68,11 +69,6 @@ class FSDPOptions(Options):
         super().check()
         if self.sync_batchnorm:
             raise UserError("--sync-batchnorm: fsdp normalises each rank's share by itself; use --batchnorm-group")
-        if self.records_graphs:
-            # Each block is compiled separately. Outside of training, torch takes a block's graph for a new model's
-            # (pytorch#160281) and frees the output of the previous block, which is this block's input.
-            what = "CUDA graphs of blocks, one after another, overwrite each other's outputs"
-            raise UserError(f"--compile-mode {self.compile_mode}: {what}; use --compile-mode default")
 
     def check_world_size(self, world_size: int) -> None:
         """Raise UserError if the number of replicas does not divide the world size."""

@@ -51,6 +51,7 @@ class TensorOptions(Options):
     """Tensor parallelism."""
 
     has_shards = True
+    exchanges_in_forward = True
     tensor_parallel: int = option(2, positive_int, "ranks that split each layer", "N")
     sequence_parallel: bool = switch("vit-tiny and GPT: between split layers, a rank has 1/N of a sample's tokens")
     loss_parallel: bool = switch("GPT: split the vocabulary; a rank computes the loss from 1/N of the logits")
@@ -66,9 +67,6 @@ class TensorOptions(Options):
             raise UserError(f"{flag}: --tensor-parallel 1 splits nothing; drop one of the two")
         if self.tensor_parallel == 1 and self.fully_shard:
             raise UserError("--fully-shard: --tensor-parallel 1 splits nothing; drop it, or use RECIPE=fsdp")
-        if self.fully_shard and self.records_graphs:  # see recipes/fsdp
-            what = "with --fully-shard, CUDA graphs of blocks overwrite each other's outputs"
-            raise UserError(f"--compile-mode {self.compile_mode}: {what}; use --compile-mode default")
         if self.loss_parallel and self.task not in ("auto", "language-model"):
             raise UserError(f"--loss-parallel: --task {self.task} may read all logits; drop it")
 

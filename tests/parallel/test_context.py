@@ -391,10 +391,6 @@ def test_a_length_that_only_the_data_know_is_refused_once_they_are_loaded(tmp_pa
             "--fully-shard: --context-parallel 1 divides nothing; drop it, or use RECIPE=fsdp",
         ),
         ("--amp fp16", "--amp fp16: a gradient scaler sees only a rank's own shards; use"),
-        (
-            "--compile --compile-mode max-autotune",
-            "--compile-mode max-autotune: with --fully-shard, CUDA graphs of",
-        ),
     ],
 )
 def test_what_shards_cannot_do_is_refused(words, message):

@@ -599,8 +599,6 @@ def test_switches_that_would_do_nothing_or_harm_are_refused():
         options([*GPT, "--task", "my:Task", LOSS])
     with pytest.raises(UserError, match="--fully-shard: --tensor-parallel 1 splits nothing; drop it, or use"):
         options(["--tensor-parallel", "1", FULL])
-    with pytest.raises(UserError, match="--compile-mode max-autotune: with --fully-shard, CUDA graphs of blocks"):
-        options([FULL, "--compile", "--compile-mode", "max-autotune"])
 
 
 def test_on_an_older_torch_ranks_need_equal_numbers_of_tokens():

@@ -120,7 +120,15 @@ POWERSGD = ["--grad-compression", "powersgd"]
     [
         ("ddp", [*POWERSGD, "--amp", "fp16"], "all later steps; use --amp bf16"),
         ("spawn", [*POWERSGD, "--on-nonfinite", "skip"], "all later steps; drop one of the two"),
-        ("fsdp", GRAPHS, "CUDA graphs of blocks"),
+        *[
+            (recipe, [*GRAPHS, *words], "a CUDA graph must not hold the collectives that forward() and")
+            for recipe, words in [
+                ("fsdp", ()),
+                ("tensor", ()),
+                ("context", ("--data", "text")),
+                ("ddp", ("--sync-batchnorm", "--model", "resnet18")),
+            ]
+        ],
         ("pipeline", GRAPHS, "a CUDA graph overwrites the outputs"),
         ("single", [*GROUPS, "--accumulate-steps", "8"], "each of 8 passes is compiled by itself"),
         ("pipeline", [*GROUPS, "--num-microbatches", "8"], "use up to 7 passes, or drop --compile"),
