@@ -7,6 +7,7 @@ import signal
 import time
 
 import pytest
+import torch.distributed as dist
 
 from recipes.common import job as jobs
 from recipes.common.checkpoint.checkpoint import CheckpointFolder
@@ -119,6 +120,21 @@ def test_a_rank_that_does_not_come_to_make_groups_is_named(tmp_path):
     assert len(lines) == 1, lines
     assert re.match(r"error: rank 1 does not come, rank 1 \(pid \d+ on .*\) is past \"agreement\" ", lines[0])
     assert re.search(r'; rank 0 waited [45] s in "groups"; ', lines[0])
+
+
+def never_disconnect():
+    dist.destroy_process_group = lambda: time.sleep(600)
+
+
+def test_ranks_that_do_not_disconnect_at_the_end_are_ended(tmp_path):
+    """NCCL waits without a limit, for CUDA graphs that hold its operations."""
+    argv = ("--timeout-s", "1", "--max-steps", "1", "--device", "cpu")
+    outcome = start_run("ddp", tmp_path, 2, *argv, setup=never_disconnect).wait()
+    assert outcome.statuses == [HANG_STATUS] * 2, outcome.text
+    for rank, output in enumerate(outcome.outputs):
+        assert re.search(
+            rf"error: rank {rank} on \S+ did not disconnect from the other ranks within 6 s; its", output
+        )
 
 
 def test_a_run_that_is_well_leaves_no_report_and_puts_an_old_one_away(tmp_path):

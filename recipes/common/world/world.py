@@ -28,7 +28,7 @@ from recipes.common.process.open_files import STORE_CONNECTIONS, allow_open_file
 from recipes.common.process.ranks import Ranks, bind_address, connect_within, read_ranks
 from recipes.common.process.signals import Stop
 from recipes.common.watch.notes import find_missing
-from recipes.common.watch.timeouts import group_timeout, time_limit, wait_timeout
+from recipes.common.watch.timeouts import HANG_STATUS, group_timeout, time_limit, wait_timeout
 from recipes.common.watch.watch import Watch
 from recipes.common.world.devices import agree_on_device, choose_device
 from recipes.common.world.peers import Peers, broadcast_bytes
@@ -340,4 +340,18 @@ def leave_world(world: World) -> None:
     with world.watch("teardown"):
         dist.barrier(group=world.control)
     world.watch.leave()
-    dist.destroy_process_group()
+    with limit_leaving(world):
+        dist.destroy_process_group()
+
+
+def limit_leaving(world: World) -> contextlib.AbstractContextManager[None]:
+    """End this process if it disconnects longer than the time-out and SLACK_S: NCCL's own wait has no limit."""
+    limit_s = world.watch.args.timeout_s + SLACK_S
+
+    def give_up() -> None:
+        who = f"rank {world.rank} on {socket.gethostname()}"
+        what = f"did not disconnect from the other ranks within {limit_s:g} s; its training had ended before"
+        print(f"error: {who} {what}", file=sys.stderr, flush=True)
+        os._exit(HANG_STATUS)
+
+    return time_limit(limit_s, give_up)
