@@ -172,10 +172,10 @@ def whole_logits(head: nn.Module, _: Any, logits: DTensor) -> Tensor:
     return logits if head.training else logits.full_tensor()
 
 
-def check_tokens(model: nn.Module, length: int, ranks: int, needs_even: bool = NEEDS_EVEN) -> None:
+def check_tokens(model: nn.Module, length: int, ranks: int) -> None:
     """Raise UserError if --sequence-parallel would divide a sample's tokens unevenly, and torch cannot."""
     tokens = model.embedding.position.shape[1] if isinstance(model, VisionTransformer) else length
-    if needs_even and hasattr(model, "blocks") and tokens % ranks:  # parallelize() refuses a model without blocks
+    if NEEDS_EVEN and hasattr(model, "blocks") and tokens % ranks:  # parallelize() refuses a model without blocks
         what = f"torch {torch.__version__} cannot divide {tokens} tokens by {ranks}; torch 2.13 can"
         raise UserError(f"--sequence-parallel: {what}, or use a multiple of {ranks} tokens")
 
