@@ -369,7 +369,7 @@ def arguments(request: Request, words: Sequence[str]) -> list[str]:
         is_replaced |= word == "--data-dir=/data" and reads_text  # by default the standard library's sources
         if not is_replaced and (request.recipe != "probe" or flag in ("--timeout-s", "--device")):
             kept.append(word)
-    return [*[request.recipe] * has_recipe, *kept, *options]
+    return [*([request.recipe] if has_recipe else []), *kept, *options]
 
 
 class Dumper(yaml.SafeDumper):

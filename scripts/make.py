@@ -35,14 +35,11 @@ LEAST = dict.fromkeys(("NODES", "NPROC_PER_NODE", "CPUS", "MIN_NODES", "ROUNDS",
 LEAST |= dict.fromkeys(("GPUS", "MAX_RESTARTS", "SEED"), 0)
 """The least value of each variable that is a whole number; the programs check other bounds."""
 
-VARIABLES = re.findall(
-    r"\w+",
-    """
+VARIABLES = """
     ACCOUNT ARGS BACKENDS CHECK CLAIMS COMPONENTS CONSTRAINT CPUS DATA_DIR FAULTS FROM GLOBAL_BATCH GPUS IMAGE KIND
     LAUNCH LOCAL LOSS MAX_RESTARTS MEM MIN_NODES MODEL NAME NAMESPACE NODES NPROC_PER_NODE OUT PARTITION PARTS QOS
     RECIPE RECIPES RENDER REPORT ROUNDS RUN SCRIPT SEED STOP_AFTER SWEEP TIME WITH WORLD_SIZES
-    """,
-)
+""".split()  # noqa: SIM905 (a list takes a line for each)
 """Variables of some targets, which others refuse. Not FABRIC and RESUME: scripts/launch.sh reads them as well."""
 
 PATHS = ("DATA_DIR", "OUT", "REPORT", "RUN")
@@ -97,7 +94,7 @@ def is_on(name: str) -> bool:
 
 def recipe() -> str:
     """Return RECIPE, by default ddp for a SCRIPT; raises UserError if there is no such recipe."""
-    return check_recipe(value("RECIPE") or "ddp" * bool(value("SCRIPT")))
+    return check_recipe(value("RECIPE") or ("ddp" if value("SCRIPT") else ""))
 
 
 def choices(name: str, known: Iterable[str] = ()) -> list[str]:
@@ -148,7 +145,9 @@ def run() -> Command:
             raise UserError(f"NAME {error}; --runs-dir in ARGS chooses the folder") from None
         if any(re.match("--name(=|$)", word) for word in args()):
             raise UserError(f"NAME={value('NAME')}, and ARGS has --name; give one of them")
-    options = [recipe(), *own, *name * bool(value("SCRIPT")), "--", *name * (not value("SCRIPT")), *args()]
+    options = [recipe(), *own, "--", *name, *args()]
+    if value("SCRIPT"):  # the launcher takes the name
+        options = [recipe(), *own, *name, "--", *args()]
     if value("WITH"):  # runs on the host's Python
         return module("docker.compose", options, packages="")
     is_refused = value("MIN_NODES")  # the launcher refuses Horovod's elastic jobs: do not build it first
@@ -180,14 +179,17 @@ def gpus_of_slurm() -> list[str]:
 def submit() -> Command:
     """Return the command that submits a recipe to Slurm."""
     own = flags("NODES", "NPROC_PER_NODE", "PARTITION", "TIME", "MEM", "CONSTRAINT", "ACCOUNT", "QOS")
-    own += flags("NAME", "SWEEP") + gpus_of_slurm() + flags(cpus_per_task="CPUS") + ["--local"] * is_on("LOCAL")
+    own += flags("NAME", "SWEEP") + gpus_of_slurm() + flags(cpus_per_task="CPUS")
+    if is_on("LOCAL"):
+        own.append("--local")
     return module("slurm.submit", [recipe(), *own, "--", *args()])
 
 
 def k8s() -> Command:
     """Return the command that runs a recipe on Kubernetes."""
     own = one_node_unless_set() + flags("KIND", "GPUS", "IMAGE", "FABRIC", "COMPONENTS", "NAME", "NAMESPACE")
-    own += ["--render"] * is_on("RENDER")
+    if is_on("RENDER"):
+        own.append("--render")
     return module("k8s.apply", [recipe(), *own, "--", *args()])
 
 
@@ -315,8 +317,10 @@ def check_used(target: str) -> None:
         if hint := nearest(name, USED, cutoff=0.8):
             raise UserError(f"{what}{hint}")
         if name in VARIABLES or (options and not PASSED_ON.match(name)):
-            fix = f"; as an environment variable, it comes before make: {name}=... make"
-            raise UserError(f"{what} (it has {', '.join(sorted(USED)) or 'none'}){fix * (name not in VARIABLES)}")
+            what += f" (it has {', '.join(sorted(USED)) or 'none'})"
+            if name not in VARIABLES:
+                what += f"; as an environment variable, it comes before make: {name}=... make"
+            raise UserError(what)
 
 
 def drop_name_of_wsl() -> None:

@@ -420,7 +420,8 @@ def train_here(args: Namespace, folder: Path, runs: list[Run]) -> int:
         nodes += ["--nproc-per-node", str(args.nproc_per_node)]
     nodes.append(f"--how-to-resume=to resume, the same command with NAME={folder.name} ARGS='... --resume auto'")
     launcher = [sys.executable, "-m", "scripts.launch.local", args.recipe, *nodes]
-    commands = [[*launcher, *[f"--name={run.folder.name}"] * bool(run.script), "--", *run.argv] for run in runs]
+    names = [[f"--name={run.folder.name}"] if run.script else [] for run in runs]
+    commands = [[*launcher, *name, "--", *run.argv] for name, run in zip(names, runs, strict=True)]
     if not args.sweep:
         os.execv(launcher[0], commands[0])
     statuses = [run_in_foreground(command) for command in commands]

@@ -110,7 +110,10 @@ def read_claims(path: Path = CLAIMS) -> dict[str, Claim]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}; fix it, or take the last commit's") from None
     for name, given in found.items():
-        if wrong := [key for key in given if key not in known] or ["text"] * ("text" not in given):
+        wrong = [key for key in given if key not in known]
+        if "text" not in given:
+            wrong.append("text")
+        if wrong:
             shown = f"{wrong[0]!r} is unknown or missing; a claim has {sorted(known)}"
             raise UserError(f"{path.name}: {name}: {shown}")
         values: dict[str, Any] = {**given, "tests": tuple(given.get("tests", "").split())}
@@ -138,15 +141,20 @@ def row(claim: Claim, outcome: Mapping[str, Any] | None) -> list[str]:
     files: dict[str, list[str]] = {}
     for path, _, test in (test.partition("::") for test in claim.tests):
         files.setdefault(path, []).extend([f"`{test}`"] if test else [])
-    shown_by = [f"[{Path(path).name}](../{path}){': ' * bool(own)}{', '.join(own)}" for path, own in files.items()]
+    shown_by = []
+    for path, own in files.items():
+        link = f"[{Path(path).name}](../{path})"
+        shown_by.append(f"{link}: {', '.join(own)}" if own else link)
+    if claim.command:
+        shown_by.append(f"`{claim.command}`")
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ... ".join(claim.text)).replace("**", "").strip("|* ")
-    cells = [claim.name, text, "; ".join([*shown_by, *[f"`{claim.command}`"] * bool(claim.command)])]
+    cells = [claim.name, text, "; ".join(shown_by)]
     if claim.record:
         return [*cells, claim.commit, claim.date, claim.on, f"recorded in `{claim.record}`"]
     if claim.is_runnable and outcome:
         result = outcome["result"] if outcome["passed"] else f"**FAILED**: {outcome['result']}"
         return [*cells, outcome["revision"], outcome["date"], outcome["on"], result]
-    return [*cells, "", "", "", f"**not run**{': ' * bool(claim.not_run)}{claim.not_run}"]
+    return [*cells, "", "", "", f"**not run**: {claim.not_run}" if claim.not_run else "**not run**"]
 
 
 def benchmark_row(said: str, figure: Figure, facts: Mapping[str, Any]) -> list[str]:

@@ -132,8 +132,9 @@ def resnet(rounds: int, folder: Path) -> Iterator[Figure]:
         ("ours", "fp32"): (RESNET, "eager fp32, on ready tensors"),
     }
     for figure in ratios(contenders, rounds, pairs, "images/s"):
-        more = f"; peak memory {max(memory, default=0) / 2**30:.1f} GiB" * (figure.measured is not None)
-        yield replace(figure, note=figure.note + more)
+        if figure.measured is not None:
+            figure = replace(figure, note=f"{figure.note}; peak memory {max(memory, default=0) / 2**30:.1f} GiB")
+        yield figure
 
 
 def jpegs(rounds: int, folder: Path) -> Iterator[Figure]:

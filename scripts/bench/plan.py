@@ -197,7 +197,7 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
 def time_figure(nodes: int, mbit: int, steps: Sequence[tuple[Step, float]]) -> Figure:
     """Return a figure for the error of a step's time: the larger of predicted and real over the smaller."""
     ratios = [max(plan.step_s / s, s / plan.step_s) for plan, s in steps]
-    name = f"predicted step time, {nodes} node{'s' * (nodes > 1)}" + f" at {mbit} Mbit/s" * bool(mbit)
+    name = f"predicted step time, {nodes} node{'s' * (nodes > 1)}" + (f" at {mbit} Mbit/s" if mbit else "")
     times = ((plan.step_s, plan.compute_s, s) for plan, s in steps)
     plan_ms, compute_ms, real_ms = (1e3 * median(values) for values in zip(*times, strict=True))
     note = f"predicted {plan_ms:.0f} ms, of which {compute_ms:.0f} ms compute, real {real_ms:.0f} ms"

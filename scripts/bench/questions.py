@@ -57,11 +57,11 @@ class Question:
         _, answer, limit = (*self.chinese, "", "")[:3] if is_chinese else ("", self.answer, self.limit)
         held = next((one.share[0] for one in self.rows(figures) if one.name == head.name), None)
         goals = [one.is_met for one in figures if one.part in self.parts and one.is_met is not None]
-        return (answer + limit * (held is not None)).format(
+        return (answer if held is None else answer + limit).format(
             measured=number(head.measured),
             part=f"{head.measured:.1%}",
             bound=head.goal.removeprefix("<= "),
-            note=f" ({head.note})" * bool(head.note),
+            note=f" ({head.note})" if head.note else "",
             percent=f"{held or 0:.0%}",
             times=number(1 / held) if held else "-",
             met=sum(goals),

@@ -133,7 +133,7 @@ def figures_of(values: Rounds, processes: int, workers: int) -> list[Figure]:
         name = f"LeNet {precision}, {process_count_text(processes)}"
         return speed_figure(name, values, ours, against, goal, peer, is_limit=is_limit)
 
-    ddp = " and DDP" * (processes > 1)
+    ddp = " and DDP" if processes > 1 else ""
     loop = f"usual eager loop in fp32, DataLoader with {workers} workers{ddp}"
     bare = f"bare compute{ddp} on ready tensors"
     # Two processes on two cores wait for the one that was disturbed: only DDP on ready tensors has a goal then.

@@ -32,6 +32,6 @@ def _overhead(rounds: int, folder: Path, name: str, processes: int) -> Figure:
     values = take_turns({"ours": ours, "bare": bare}, rounds)
     times = f"{median(values['ours']):.1f} ms against {median(values['bare']):.1f} ms"
     what = f"{name}, {process_count_text(processes)}: time of a step"
-    peer = "bare forward + backward + step" + " under DDP" * (processes > 1)
+    peer = "bare forward + backward + step" + (" under DDP" if processes > 1 else "")
     note = f"{times} (resnet18, batch {BATCH})"
     return Figure(what, *ratio(values, "ours", "bare"), "<= 1.02", peer, note, is_limit=True)

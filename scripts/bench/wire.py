@@ -176,7 +176,7 @@ def time_steps(variant: Variant, net: Network, nodes: int, folder: Path) -> tupl
 
 def time_alone(overlaps: bool, net: Network, nodes: int) -> float:
     """Return the seconds of a step without backward, or of all its computing, on all nodes at once."""
-    flags = [*["--without-backward"] * overlaps, "--steps", "20"]
+    flags = [*(["--without-backward"] if overlaps else []), "--steps", "20"]
     return bare_step_ms(net, nodes, max(1, count_cores() // nodes), flags, workload(nodes)) / 1e3
 
 

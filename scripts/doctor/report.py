@@ -58,7 +58,7 @@ def lines(case: Case, findings: list[Finding], seconds: float) -> list[str]:
     text += [str(finding) for finding in findings]
     counts, on = tally(findings), f" on {count(case.nnodes, 'node')}"
     errors, warnings = (count(counts[severity], severity) for severity in ("error", "warning"))
-    what = ", ".join(filter(None, [errors or f"all is well{on}", warnings])) + on * bool(errors)
+    what = ", ".join(filter(None, [errors or f"all is well{on}", warnings])) + (on if errors else "")
     return [*text, f"doctor: {what}, {seconds:.0f} s"]
 
 

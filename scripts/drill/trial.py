@@ -61,7 +61,9 @@ class Setting:
         options = f"--model {fault.model} --seed {self.seed} --max-steps {self.steps} --epochs 100000 --lr 0.001"
         options += f" --checkpoint-every {CHECKPOINT_INTERVAL} --log-every 1 --deterministic --no-tensorboard"
         options += " --device cpu"
-        words += [*options.split(), *["--sharded-checkpoints"] * (fault.recipe == "fsdp")]
+        words += options.split()
+        if fault.recipe == "fsdp":
+            words.append("--sharded-checkpoints")
         return Job(fault.recipe, [*words, *more], log, env)
 
 

@@ -124,13 +124,6 @@ OWN_OPTIONS: dict[str, list[tuple[str, Any, Any, str, str]]] = {
 """By group: flag, type, default, metavar, help."""
 
 
-def check_cases(*cases: tuple[Any, str]) -> None:
-    """Raise UserError with the text of the first case that is wrong."""
-    for is_wrong, text in cases:
-        if is_wrong:
-            raise UserError(text)
-
-
 def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
     """Return the plan's own options and the recipe's; raises UserError."""
     epilog = "Options of the recipe are accepted, too, such as --model resnet50 --amp bf16"
@@ -142,16 +135,8 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
         for flag, convert, default, metavar, text in own:
             group.add_argument(flag, type=convert, default=default, metavar=metavar, help=text)
     args, words = parser.parse_known_args(list(argv))
-    recipe, is_half_given = check_recipe(args.recipe), bool(args.gbit) != (args.alpha_us is not None)
-    ranks = args.nodes * args.gpus
-    check_cases(
-        (recipe not in RECIPES, f"RECIPE {recipe} cannot be planned; one of {', '.join(RECIPES)} can"),
-        (recipe == "single" and ranks > 1, "RECIPE single has one process; use NODES=1 GPUS=1, or RECIPE=ddp"),
-        (args.compute_ms and args.measure, "--compute-ms and --measure both say how long a step takes; give one"),
-        (args.fixed_ms > (args.compute_ms or 0), "--fixed-ms is a part of --compute-ms; raise --compute-ms"),
-        (args.utilisation > 1, "--utilisation is a share, at most 1"),
-        (not args.fabric and is_half_given, "--gbit and --alpha-us belong together where there is no FABRIC"),
-    )
+    recipe = check_recipe(args.recipe)
+    check_own(args, recipe)
     args.fabric = args.fabric or (None if args.gbit else "ib-400")
     args.is_fixed_batch = bool(read_option("--global-batch-size", "", words))
     if not read_option("--data", "", words):
@@ -170,17 +155,36 @@ def parse_args(argv: Sequence[str]) -> tuple[Namespace, Options]:
     return args, options
 
 
+def check_own(args: Namespace, recipe: str) -> None:
+    """Raise UserError if the plan does not know the recipe, or if its own options do not combine."""
+    if recipe not in RECIPES:
+        raise UserError(f"RECIPE {recipe} cannot be planned; one of {', '.join(RECIPES)} can")
+    if recipe == "single" and args.nodes * args.gpus > 1:
+        raise UserError("RECIPE single has one process; use NODES=1 GPUS=1, or RECIPE=ddp")
+    if args.compute_ms and args.measure:
+        raise UserError("--compute-ms and --measure both say how long a step takes; give one")
+    if args.fixed_ms > (args.compute_ms or 0):
+        raise UserError("--fixed-ms is a part of --compute-ms; raise --compute-ms")
+    if args.utilisation > 1:
+        raise UserError("--utilisation is a share, at most 1")
+    if not args.fabric and bool(args.gbit) != (args.alpha_us is not None):
+        raise UserError("--gbit and --alpha-us belong together where there is no FABRIC")
+
+
 def check_layout(args: Namespace, method: Method, options: Options) -> None:
     """Raise UserError if the GPUs do not form replicas, or if the plan does not know an option."""
     size, gpus = method.tensor_parallel, args.gpus
+    if size > 1 and args.measure:
+        raise UserError("--measure computes a whole model; give the --compute-ms of a rank's part")
+    if size % gpus and gpus % size:
+        raise UserError(f"--tensor-parallel {size} and GPUS={gpus}: neither divides the other")
     unknown = [f"--{name.replace('_', '-')}" for name in UNKNOWN if getattr(options, name, False)]
-    unknown += [f"--optimizer {options.optimizer}"] * is_user_code(options.optimizer)
-    unknown += ["--grad-compression powersgd"] * (method.grad_compression == "powersgd")
-    check_cases(
-        (size > 1 and args.measure, "--measure computes a whole model; give the --compute-ms of a rank's part"),
-        (size % gpus and gpus % size, f"--tensor-parallel {size} and GPUS={gpus}: neither divides the other"),
-        (unknown, f"{''.join(unknown[:1])}: the plan does not know what it saves and costs; drop it"),
-    )
+    if is_user_code(options.optimizer):
+        unknown.append(f"--optimizer {options.optimizer}")
+    if method.grad_compression == "powersgd":
+        unknown.append("--grad-compression powersgd")
+    if unknown:
+        raise UserError(f"{unknown[0]}: the plan does not know what it saves and costs; drop it")
 
 
 def cluster_of(args: Namespace, nodes: int) -> Cluster:
@@ -221,9 +225,11 @@ def global_batch_of(args: Namespace, options: Options, kind: Kind, method: Metho
     """Return the samples of a step on so many ranks; raises UserError if they do not fit the batch or data."""
     shards, parts = method.shards(ranks), ranks // method.tensor_parallel
     for name, size in (("--tensor-parallel", method.tensor_parallel), ("--replicas", method.replicas)):
-        check_cases((ranks % size, f"{name} {size} does not divide {ranks} ranks; change it, NODES or GPUS"))
-    uneven = f"{shards} ranks of a replica and GPUS={args.gpus}: neither divides the other; change one of them"
-    check_cases((shards % args.gpus and args.gpus % shards, f"--replicas {method.replicas}: {uneven}"))
+        if ranks % size:
+            raise UserError(f"{name} {size} does not divide {ranks} ranks; change it, NODES or GPUS")
+    if shards % args.gpus and args.gpus % shards:
+        what = f"{shards} ranks of a replica and GPUS={args.gpus}: neither divides the other"
+        raise UserError(f"--replicas {method.replicas}: {what}; change one of them")
     global_batch = options.global_batch_size if args.is_fixed_batch else args.local_batch_size * parts
     try:
         check_batch(replace(options, global_batch_size=global_batch), parts, kind.num_samples)
@@ -347,8 +353,10 @@ def memory_line(rows: Sequence[Row], args: Namespace) -> str:
         fix = "use more nodes" if args.recipe == "fsdp" else "raise --accumulate-steps"
         batch = "--global-batch-size" if args.is_fixed_batch else "--local-batch-size"
         full = [f"{row['nodes']:,}" for row in rows if row["memory_sum_bytes"] > 0.95e9 * room]
-        where = f"; DOES NOT FIT on {', '.join(full)} node{'s' * (full != ['1'])}: lower {batch}, or {fix}"
-        fits = f" of {room:g} on one {args.gpu_type.upper()}{where * bool(full)}"
+        fits = f" of {room:g} on one {args.gpu_type.upper()}"
+        if full:
+            nodes = f"{', '.join(full)} node{'s' * (full != ['1'])}"
+            fits += f"; DOES NOT FIT on {nodes}: lower {batch}, or {fix}"
     nodes = f"{last['nodes']:,} node{'s' * (last['nodes'] > 1)}"
     parts = (f"{name.replace('_', ' ')} {size / 1e6:,.1f}" for name, size in last["memory_bytes"].items() if size)
     return (
@@ -361,10 +369,10 @@ def checkpoint_line(row: Row, options: Options) -> str:
     """Return a line on a checkpoint's size and times."""
     whole, own, held = (row[f"checkpoint_{name}bytes"] / 1e6 for name in ("", "file_", "host_"))
     waits_s, write_s, restore_s = (row[f"checkpoint_{name}_s"] for name in ("cost", "write", "restore"))
-    own_part = f", and writes {own:,.1f} MB" * options.sharded_checkpoints
+    writes = f", and writes {own:,.1f} MB" if options.sharded_checkpoints else ""
     return (
         f"checkpoint of {whole:,.1f} MB: steps wait {waits_s:.3g} s for it, it is written in {write_s:.3g} s and "
-        f"restored in {restore_s:.3g} s; rank 0 holds {held:,.1f} MB of main memory for it{own_part}"
+        f"restored in {restore_s:.3g} s; rank 0 holds {held:,.1f} MB of main memory for it{writes}"
     )
 
 
@@ -372,8 +380,8 @@ def make_plan(argv: Sequence[str]) -> tuple[dict[str, Any], list[str], Path | No
     """Return the plan, the lines that describe it, and the folder of --output; raises UserError."""
     args, options = parse_args(argv)
     kind = kind_of(options, args.num_classes, args.samples)
-    on_device = f"--images-per-s, --storage-gb-s: --data {options.data} lies on the device; drop them"
-    check_cases(((args.images_per_s or args.storage_gb_s) and not kind.sample_bytes, on_device))
+    if (args.images_per_s or args.storage_gb_s) and not kind.sample_bytes:
+        raise UserError(f"--images-per-s, --storage-gb-s: --data {options.data} lies on the device; drop them")
     workload = count_workload(options, kind)
     whole = workload.whole or workload
     compute, source = compute_of(args, options, kind, workload)

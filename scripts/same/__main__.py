@@ -153,7 +153,7 @@ class Session:
             raise self.error(f"fails at 1 process, {failure.what}; fix it, or ARGS")
         self.has_loss = any("loss" in name or self.args.loss for name in first.series)
         if not self.has_loss and (self.args.loss or not first.steps):
-            raise self.error(UNREADABLE + f"; {KEEP_FILES}" * (not first.steps))
+            raise self.error(UNREADABLE if first.steps else f"{UNREADABLE}; {KEEP_FILES}")
         control = self.run(1, SAME_CONTROL="1")
         if len(control.steps) != len(first.steps):
             again = f"{len(control.steps) or 'none'} when it is started again"
@@ -236,7 +236,7 @@ class Session:
         if not self.is_different:
             is_whole = causes.keys().isdisjoint(PARTIAL)
             what = "same to rounding" if is_whole else "no difference found, but not all was compared,"
-            resumed = ", and resumed" * self.is_resumed
+            resumed = ", and resumed" if self.is_resumed else ""
             lines = [f"{what} at {join(run.world_size for run in self.runs)} processes{resumed}"]
             if (self.largest or self.measured) and causes.keys().isdisjoint(NOT_COMPARED):
                 control = f"by {self.measured:.0e} in the control run"
@@ -248,7 +248,8 @@ class Session:
             first = f", first at {seen[0][0]}" if len({what for _, what in seen}) > 1 else ""
             lines += [f"{kind} at {at} processes{first}: {seen[0][1]}"]
             lines += [f"  cause  {about.summary} [{cause}]", f"  fix    {about.fix}"]
-            lines += [f"  doc    {about.doc.translate(ASCII_QUOTES)}"] * bool(about.doc)
+            if about.doc:
+                lines += [f"  doc    {about.doc.translate(ASCII_QUOTES)}"]
         return lines
 
     @property

@@ -378,7 +378,7 @@ def check_rates(run: Run, first: Run) -> Finding | None:
     for (number, _), pairs in rates.items():
         c = factor_between(*np.array(pairs).T)
         if c and abs(c - 1) > 0.01 and not other_batch(run, first):
-            where = "all steps" + f" of optimizer {number + 1}" * bool(number)
+            where = f"all steps of optimizer {number + 1}" if number else "all steps"
             what = f"{where}, learning rate: {name_factor(c, run.world_size)} that of 1 process"
             return Finding("learning-rate-scaled", what)
     return None

@@ -87,7 +87,7 @@ def read_series(text: str, pattern: str = "") -> dict[str, Series]:
     header = ""  # such as "Test metrics:", or "validation": { in JSON of several lines, above indented lines
     for line in re.split(r"[\r\n]+", text):
         is_below = line[:1].isspace() and not line.lstrip().startswith("}")
-        header = line if line.endswith((":", "{")) else header * is_below
+        header = line if line.endswith((":", "{")) else header if is_below else ""
         for name, value in read_line(BAR.sub("", line), pattern, header):
             try:
                 found.setdefault(name, Series(name)).add(value)

@@ -35,7 +35,7 @@ def choose_gpus(count: int) -> None:
     gpus = visible_gpus()
     if 0 < len(gpus) < count:
         what = f"up to {count} processes and {len(gpus)} GPU{'s' * (len(gpus) > 1)}: all runs use CPUs"
-        warn(what + f"; WORLD_SIZES up to {len(gpus)} use GPUs" * (len(gpus) > 1))
+        warn(what + (f"; WORLD_SIZES up to {len(gpus)} use GPUs" if len(gpus) > 1 else ""))
         gpus = []
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # so that runs do not ask nvidia-smi again
 

@@ -69,7 +69,7 @@ def revision(file: Path | None = None, ignored: Sequence[Path] = (), digits: int
         ask_git("ls-files", "--error-unmatch", tracked.name)
         commit = ask_git("describe", "--always", f"--abbrev={digits}")
         changed = ask_git("diff", "--name-only", "HEAD", "--", ":/", *(f":(exclude){path}" for path in ignored))
-        return commit + "-dirty" * bool(changed)
+        return f"{commit}-dirty" if changed else commit
     except (OSError, subprocess.SubprocessError):
         source = os.environ.get("SOURCE_REVISION")
         return source and re.sub(rf"^([0-9a-f]{{{digits}}})[0-9a-f]+", r"\1", source)
