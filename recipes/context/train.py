@@ -36,7 +36,7 @@ from recipes.common.parallel.groups import flat_mesh, grid_mesh
 from recipes.common.parallel.same_use import SameUse
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
-from recipes.common.world.agreement import check_same_weights, run_on_all_ranks, shard
+from recipes.common.world.agreement import run_on_all_ranks, shard
 from recipes.common.world.world import World, train_as_rank
 from recipes.context.attention import make_sequence_sharding, shard_sequence, take_whole_sequences
 
@@ -131,8 +131,6 @@ def train(args: ContextOptions, world: World, stop: Stop) -> None:
     """Train with the given options; call it on all ranks."""
     replicas = world.world_size // args.context_parallel
     data, model = load_data_and_model(args, "context", world, stop, replicas)
-    if args.fully_shard:
-        check_same_weights(args, model.parameters(), world)
     if args.context_parallel > 1:
         if is_user_code(args.model):
             from recipes.context.user_model import check_data

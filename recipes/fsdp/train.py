@@ -139,7 +139,7 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
     data = load_checked_data(args, "fsdp", world, stop)
     with world.watch("model", computes=True):
         model, shards, weights, why_whole = run_on_all_ranks(lambda: build(args, data, world), world)
-        check_same_weights(args, weights, world)
+        check_same_weights(args, weights, model.buffers(), world)
         del weights
         set_groups(model, args, world)
         parts = world.world_size * args.accumulate_steps

@@ -162,7 +162,7 @@ def train(args: PipelineOptions, world: World, stop: Stop) -> None:
     run_on_all_ranks(lambda: args.check_microbatches(grid.replicas, len(data.train)), world)
     # DDP: every rank draws the same weights from --seed; a stage then moves its own layers to its device.
     model = run_on_all_ranks(lambda: build_sequence(args, data, world.device), world)
-    check_same_weights(args, model.parameters(), world)
+    check_same_weights(args, model.parameters(), model.buffers(), world)
     run_on_all_ranks(lambda: check_groups(model, args), world)
     pieces = grid.replicas * args.passes
     run_on_all_ranks(lambda: check_parts(model, args, pieces, data), world)

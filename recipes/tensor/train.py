@@ -38,7 +38,7 @@ from recipes.common.parallel.groups import grid_mesh
 from recipes.common.parallel.same_use import SameUse
 from recipes.common.process.entry import run_main
 from recipes.common.process.signals import Stop
-from recipes.common.world.agreement import check_same_weights, run_on_all_ranks, shard
+from recipes.common.world.agreement import run_on_all_ranks, shard
 from recipes.common.world.world import World, train_as_rank
 from recipes.tensor.plans import Packed, check_tokens, packed_boxes, parallelize, reorder_packed
 
@@ -173,7 +173,6 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
     # FSDP shards the rows of contiguous parameters.
     layout = replace(args, channels_last=False) if args.fully_shard else args
     data, model = load_data_and_model(layout, "tensor", world, stop, replicas)
-    check_same_weights(args, model.parameters(), world)
     if args.sequence_parallel:
         run_on_all_ranks(lambda: check_tokens(model, data.input.shape[0], args.tensor_parallel), world)
     # Tensor: a group for each row (the ranks of a replica: neighbours, best within a node) and each column (the

@@ -100,7 +100,7 @@ def change(name, value):
     """Make rank 1 alone see another value of a fact."""
     check = agreement.check_facts
     if my_rank() == 1:
-        agreement.check_facts = lambda own, expected: check({**own, name: value} if name in own else own, expected)
+        agreement.check_facts = lambda own, *others: check({**own, name: value} if name in own else own, *others)
 
 
 def refusal_of(recipe, folder, **how):

@@ -235,10 +235,14 @@ def test_a_users_model_that_needs_whole_sequences_is_refused(tmp_path, model):
     )
 
 
+def test_a_users_model_that_differs_between_ranks_is_refused_for_that(tmp_path):
+    outcome = start_run("context", tmp_path, 2, *STEPS, "--model", f"{OWN}drawn_by_rank").wait(60)
+    assert outcome.refusal.startswith(f"error: rank 1: --model {OWN}drawn_by_rank is a model with parameters of ")
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("drawn_by_rank", f"rank 1: --model {OWN}drawn_by_rank is a model with weights of digest"),
         ("Shares", f"--model {OWN}Shares: layers.0.weight and layers.1.weight are two parameters in the same mem"),
         ("OtherOrder", "rank 1 runs layers.1 where rank 0 runs layers.0, and FSDP gathers in order; run the same"),
         ("OtherGradients", "the block layers.0 got gradients on some ranks or in some steps only, and FSDP sums"),

@@ -264,12 +264,27 @@ def copied_by_rank(data):
         model[0].weight.data.copy_(torch.ones(64, 2))  # as load_state_dict() does
     return model
 
+class ReadByRank0(nn.Module):
+    "Divides by statistics that only rank 0 has read."
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("std", torch.tensor(2.0 if os.environ.get("RANK") == "0" else 1.0))
+    def forward(self, inputs):
+        return inputs / self.std
+
+def normalised_by_rank(data):
+    return nn.Sequential(nn.Linear(2, 8), ReadByRank0(), nn.Linear(8, 3))
+
 class Buffered(nn.Linear):
+    "Its buffers are 1 on rank 0, and in training 2 on rank 1."
     def __init__(self):
         super().__init__(2, 3)
-        value = torch.full((2, 2), 1 + int(os.environ.get("RANK", "0")))
         for dtype in (torch.int16, torch.float8_e4m3fn):
-            self.register_buffer(str(dtype)[6:], value.to(dtype))
+            self.register_buffer(str(dtype)[6:], torch.ones(2, 2).to(dtype))
+    def forward(self, inputs):
+        for buffer in self.buffers():
+            buffer.fill_(1 + int(os.environ.get("RANK", "0")) * self.training)
+        return super().forward(inputs)
 
 class Detached(TwoToThree):
     def forward(self, inputs):
@@ -656,18 +671,27 @@ def test_a_resume_restores_an_optimizer_of_your_own(run, start, tmp_path, recipe
     ("recipe", "model", "argv"),
     [
         ("fsdp", "copied_by_rank", ()),
-        ("tensor", "drawn_by_rank", ("--tensor-parallel", "1")),
-        *slow(("fsdp", "drawn_by_rank", ("--replicas", "2")), ("pipeline", "copied_by_rank", ())),
+        ("fsdp", "normalised_by_rank", ()),
+        ("pipeline", "normalised_by_rank", ()),
+        ("ddp", "normalised_by_rank", ()),
+        ("apex", "drawn_by_rank", ("--opt-level", "O2")),
+        *slow(
+            ("fsdp", "drawn_by_rank", ("--replicas", "2")),
+            ("pipeline", "copied_by_rank", ()),
+            ("tensor", "drawn_by_rank", ("--tensor-parallel", "1")),
+            ("horovod", "normalised_by_rank", ()),
+        ),
     ],
 )
-def test_weights_that_differ_between_ranks_are_refused(start, recipe, model, argv):
-    """Replicas would keep weights unlike the checkpoint's; shards and stages would be of several models."""
+def test_a_model_that_differs_between_ranks_is_refused(start, recipe, model, argv):
+    """Replicas would train weights unlike the checkpoint's; shards and stages would be of several models."""
     line = start(recipe, 2, "--data", "mine:spirals", "--model", f"mine:{model}", *argv).wait().refusal
-    weights = r"a model with weights of digest \w{8}"
-    how = r"start all ranks with the same options, data, code and libraries"
-    assert re.fullmatch(
-        rf"error: rank 1: --model mine:{model} is {weights} on \S+, and {weights} on rank 0; {how}", line
-    )
+    what = r"a model with parameters of digest (\w{8}) and buffers of digest (\w{8})"
+    how = "let all ranks draw or read the same values"
+    pattern = rf"error: rank 1: --model mine:{model} is {what} on \S+, and {what} on rank 0; {how}"
+    parameters, buffers, *others = re.fullmatch(pattern, line).groups()
+    has_other_buffers = model == "normalised_by_rank"
+    assert [parameters == others[0], buffers == others[1]] == [has_other_buffers, not has_other_buffers]
 
 
 VALUES = ("--data", "mine:values", "--model", "mine:line", "--task", "mine:SquaredError", "--max-steps", "5")

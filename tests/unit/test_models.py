@@ -85,17 +85,21 @@ class TestModels:
         assert strides == [(1, 5, 1), (1, 30, 6)]
         assert torch.equal(plain.features[3].weight, other.features[3].weight)
 
-    def test_an_expanded_buffer_of_your_own_model_gets_memory_for_all_its_numbers(self):
-        """A broadcast writes to all its elements, and a resume copies into them."""
-        words = ["--model", f"{__name__}:with_expanded_buffer"]
+    def test_a_buffer_of_your_own_model_that_is_a_view_gets_memory_for_its_own_numbers(self):
+        """A broadcast writes to all its elements, and a resume copies into them. Neither knows a conjugate."""
+        words = ["--model", f"{__name__}:with_views_as_buffers"]
         model = build_model(options(words), dataclasses.replace(tiny_data(), task=Classification()))
         model.load_state_dict(model.state_dict())
-        assert [(len(b), b.untyped_storage().nbytes()) for b in model.buffers()] == [(8, 32), (9, 36)]
+        assert [b.untyped_storage().nbytes() for b in model.buffers()] == [32, 16, 8, 36]
+        assert [model.wave.is_conj(), model.wave.tolist()] == [False, [1 - 1j, 1 - 1j]]
+        assert [model.phase.is_neg(), model.phase.tolist()] == [False, [-1, -1]]
 
 
-def with_expanded_buffer(data):
+def with_views_as_buffers(data):
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
     model.register_buffer("scale", torch.ones(1).expand(8))
+    model.register_buffer("wave", torch.full((2,), 1 + 1j).conj())
+    model.register_buffer("phase", torch.full((2,), 1 + 1j).conj().imag)
     model[1].register_buffer("mask", torch.ones(1).expand(9), persistent=False)
     return model
 

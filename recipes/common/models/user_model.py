@@ -48,7 +48,7 @@ def build_user_model(args: Options, data: Data) -> nn.Module:
                 raise UserError(f"--model {args.model}: {what}; keep its indices and values in two buffers")
             # An expanded buffer has less memory than numbers: a broadcast would write beyond it, a resume fail.
             if not is_lazy(buffer):
-                module._buffers[name] = buffer.contiguous()
+                module._buffers[name] = buffer.contiguous().resolve_conj().resolve_neg()
     vars(model)[HOOKED] = [
         name for name, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks
     ]

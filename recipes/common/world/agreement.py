@@ -161,29 +161,33 @@ def training_facts(args: Options, recipe: str) -> dict[str, str]:
     return facts
 
 
-def check_same_weights(args: Options, weights: Iterable[Tensor], peers: Peers) -> None:
-    """Check that the user's model begins with the same weights on all ranks; call it on all ranks.
+def check_same_weights(
+    args: Options, parameters: Iterable[Tensor], buffers: Iterable[Tensor], peers: Peers
+) -> None:
+    """Check that the user's model begins with the same values on all ranks; call it on all ranks.
 
-    It is for recipes that send no rank's weights to the others. Code may draw them by a generator of its own, or
-    load them only on rank 0. Raises UserError on all ranks.
+    Code may draw them by a generator of its own, or read them only on rank 0. Raises UserError on all ranks.
     """
-    if is_user_code(args.model):
-        what = f"a model with weights of digest {digest(*weights):08x}"
-        check_same_facts({f"--model {args.model}": what}, peers)
+    if is_user_code(args.model) and peers.world_size > 1:
+        own = f"parameters of digest {digest(*parameters):08x} and buffers of digest {digest(*buffers):08x}"
+        fix = "let all ranks draw or read the same values"
+        check_same_facts({f"--model {args.model}": f"a model with {own}"}, peers, fix)
 
 
-def check_same_facts(facts: dict[str, str], peers: Peers) -> None:
+SAME_START = "start all ranks with the same options, data, code and libraries"
+
+
+def check_same_facts(facts: dict[str, str], peers: Peers, fix: str = SAME_START) -> None:
     """Compare the facts of all ranks with rank 0's; call it on all ranks."""
     with peers.watch("agreement"):
         expected = peers.broadcast_object(facts)  # up to some 5 kB
-    run_on_all_ranks(lambda: check_facts(facts, expected), peers)
+    run_on_all_ranks(lambda: check_facts(facts, expected, fix), peers)
 
 
-def check_facts(own: dict[str, str], expected: dict[str, str]) -> None:
+def check_facts(own: dict[str, str], expected: dict[str, str], fix: str = SAME_START) -> None:
     """Raise UserError with the first of this rank's facts that differs from rank 0's."""
     for name in [*expected, *own]:
         here, there = own.get(name, "missing"), expected.get(name, "missing")
         may_lack = name.startswith("import ")  # of the user's code: only rank 0 may import a logger
         if here != there and not (may_lack and "missing" in (here, there)):
-            fix = "start all ranks with the same options, data, code and libraries"
             raise UserError(f"{name} is {here} on {socket.gethostname()}, and {there} on rank 0; {fix}")
