@@ -98,17 +98,30 @@ def build_stage_buckets(
     model.zero_grad()
 
 
-def update(owners: dict[nn.Parameter, set[int]], world: Grid, job: Job, check: Check) -> None:
-    """Step the optimizer of this stage's parameters if their gradients pass the check; call it on all ranks."""
-    densify_gradients(job.args, owners)
-    for parameter in (p for p, stages in owners.items() if len(stages) > 1):  # such as GPT's tied matrix
+def sum_shared_gradients(owners: dict[nn.Parameter, set[int]], world: Grid) -> None:
+    """Sum the gradients of parameters that stages share, such as GPT's tied matrix; call it on all ranks."""
+    shared, row = [p for p, stages in owners.items() if len(stages) > 1], world.mesh.get_group("pp")
+    counts = torch.tensor([float(p.grad is not None) for p in shared], device=world.device)
+    if shared:
+        # Pipeline: how many stages have a gradient of each: an all-reduce of 4 bytes a parameter, once a step.
+        with world.watch("gradients"):
+            dist.all_reduce(counts, group=row)
+    for parameter, count in zip(shared, counts, strict=True):
         gradient = parameter.grad
         if gradient is None:
             gradient = torch.zeros_like(parameter, device=world.device)
         # Pipeline: each stage has its own layers' contribution to the gradient, or zeros: an all-reduce of the
-        # matrix's bytes, once a step. All owners then take the same step.
+        # matrix's bytes, once a step. All owners then take the same step, or none if no stage has a gradient.
         with world.watch("gradients"):
-            dist.all_reduce(gradient, group=world.mesh.get_group("pp"))
+            dist.all_reduce(gradient, group=row)
+        if parameter.grad is None and world.stage in owners[parameter] and count:
+            parameter.grad = gradient
+
+
+def update(owners: dict[nn.Parameter, set[int]], world: Grid, job: Job, check: Check) -> None:
+    """Step the optimizer of this stage's parameters if their gradients pass the check; call it on all ranks."""
+    densify_gradients(job.args, owners)
+    sum_shared_gradients(owners, world)
     own = [parameter for parameter in owners if parameter.grad is not None]
     if job.args.clip_grad_norm:
         # If stages share a parameter, only the first of them counts its gradient.

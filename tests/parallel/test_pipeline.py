@@ -102,6 +102,33 @@ def test_a_model_whose_layers_occur_again_equals_single(tmp_path):
     assert_equal(run, expected)
 
 
+class DropsGradient(nn.Module):
+    """Multiplies by a matrix, which gets no gradient in some of each four steps."""
+
+    def __init__(self, matrix, steps_without):
+        super().__init__()
+        self.matrix, self.steps_without, self.step = matrix, steps_without, 0
+
+    def forward(self, inputs):
+        has_none = self.training and self.step % 4 in self.steps_without
+        self.step += self.training
+        return inputs @ (self.matrix.detach() if has_none else self.matrix)
+
+
+def tied(data):
+    """Return a model whose first and last stage share a matrix: both train it, one of them, or none."""
+    matrix = nn.Parameter(torch.eye(64))
+    first, last = DropsGradient(matrix, {1, 2}), DropsGradient(matrix, {2, 3})
+    return nn.Sequential(nn.Flatten(), first, nn.Linear(64, 64), nn.Tanh(), last, nn.Linear(64, 10))
+
+
+def test_a_shared_matrix_is_trained_alike_where_not_all_stages_give_it_a_gradient(tmp_path):
+    options = "--max-steps 9 --lr 0.1 --warmup-steps 0 --weight-decay 0.1 --clip-grad-norm 1"
+    argv = ("--model", "tests.parallel.test_pipeline:tied", *options.split())
+    expected = train("single", tmp_path, 1, *argv)
+    assert_equal(train("pipeline", tmp_path, 2, *argv, "--schedule", "gpipe", "--num-microbatches", "1"), expected)
+
+
 class Halved(nn.Linear):
     """A layer that changes its input in place."""
 
