@@ -26,6 +26,13 @@ def test_blocks_are_the_children_of_the_outermost_sequences():
     assert sum(1 for block in blocks(built()) if any(True for _ in block.parameters())) == 5
 
 
+def test_a_block_of_several_sequences_is_one_block():
+    """FSDP refuses to shard a module twice."""
+    shared, own = nn.Linear(2, 2), nn.Linear(2, 2)
+    model = nn.ModuleDict({"encoder": nn.ModuleList([shared]), "decoder": nn.ModuleList([own, shared])})
+    assert blocks(model) == [shared, own]
+
+
 def bytes_kept(model, tokens):
     """Return the bytes of activations that a forward pass keeps for backward, and the gradients."""
     own, kept = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}, {}

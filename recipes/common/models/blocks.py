@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 from torch import nn
@@ -13,14 +12,13 @@ from recipes.common.models.batchnorm import plain_layers
 from recipes.common.options import Options
 
 
-def blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children of a model's outermost sequences, such as the layers of a transformer."""
+def blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the children of a model's outermost sequences, such as the layers of a transformer, each once."""
     sequences = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    found: list[nn.Module] = []
     for child in module.children():
-        if isinstance(module, sequences) and not isinstance(child, sequences):
-            yield child
-        else:
-            yield from blocks(child)
+        found += [child] if isinstance(module, sequences) and not isinstance(child, sequences) else blocks(child)
+    return list(dict.fromkeys(found))
 
 
 def checkpoint_blocks(model: nn.Module, args: Options) -> None:
@@ -34,7 +32,7 @@ def checkpoint_blocks(model: nn.Module, args: Options) -> None:
     if any(plain_layers(model)):
         why = "blocks that run again would count their statistics twice"
         raise UserError(f"{what} has batch norm, and {why}; drop it")
-    found = {block for block in blocks(model) if any(True for _ in block.parameters())}
+    found = [block for block in blocks(model) if any(True for _ in block.parameters())]
     if not found:
         why = "which are what an nn.Sequential or nn.ModuleList holds"
         raise UserError(f"{what} has no blocks with parameters, {why}; drop it")
