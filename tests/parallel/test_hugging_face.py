@@ -101,6 +101,20 @@ def test_the_split_model_has_the_curve_of_the_whole_one(run, recipe, model, opti
     assert_same(run(recipe, 2, *ANSWERS, "--model", f"chat:{model}", *WEIGHTS, *options), expected)
 
 
+@pytest.mark.parametrize("kind", ["default", "dynamic"])
+def test_rotations_that_depend_on_the_longest_position_of_a_rank_are_refused(folder, tmp_path, monkeypatch, kind):
+    monkeypatch.syspath_prepend(folder)
+    chat = importlib.import_module("chat")
+    rotations = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    transformers.Qwen3Config(**SMALL, num_hidden_layers=1, rope_parameters=rotations).save_pretrained(tmp_path)
+    monkeypatch.setattr(chat, "BASE", str(tmp_path))
+    if kind == "default":
+        chat.split(None)
+    else:
+        with pytest.raises(ValueError, match="rotations depend on the longest position"):
+            chat.split(None)
+
+
 @pytest.mark.parametrize("recipe", slow("ddp", "fsdp"))
 def test_lora_trains_its_matrices_alone(run, recipe):
     expected = run("single", 1, *ANSWERS, "--model", "chat:lora", "--lr", "0.01")
