@@ -191,7 +191,7 @@ class Observer:
         # Workers of a DataLoader inherit the descriptor; O_APPEND keeps their lines whole.
         self.file = os.open(folder / f"rank{rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self.is_control = bool(os.environ.get("SAME_CONTROL"))
-        self.draws_otherwise = bool(os.environ.get("SAME_OTHER_DRAWS"))
+        self.is_redrawn = bool(os.environ.get("SAME_OTHER_DRAWS"))
         replay = os.environ.get("SAME_REPLAY")
         self.replay: dict[str, list[list[int]]] = json.loads(Path(replay).read_text()) if replay else {}
         self.stop_after = int(os.environ.get("SAME_STOP_AFTER", "0"))
@@ -370,14 +370,19 @@ class Observer:
         self.end_evaluation()
         if self.model is None:
             self.model, self.trained = id(module), self.iteration
-            if self.draws_otherwise:
-                _ = torch.rand(()), torch.rand((), device=batch.device), random.random(), np.random.rand()
+            self.draw_otherwise()
             self.record["random"] = self.record["random"] or step_checksums()
             for device in ("cpu", "cuda"):
                 if torch.is_autocast_enabled(device):
                     self.autocast = torch.get_autocast_dtype(device)
         if id(module) == self.model:
             self.record["rows"] += rows
+
+    def draw_otherwise(self) -> None:
+        """With SAME_OTHER_DRAWS, draw a number from each global generator, so that the script draws others."""
+        if self.is_redrawn:
+            devices = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
+            _ = [torch.rand((), device=device) for device in devices], random.random(), np.random.rand()
 
     def drop_teacher(self, module: nn.Module) -> None:
         """Drop the passes of another model, a teacher, on the batch that a model is about to be trained on."""
@@ -477,6 +482,7 @@ class Observer:
         if isinstance(sampler, Batches):  # workers may have drawn it before those of another loader
             self.iteration, size = sampler.iteration, sampler.sizes.popleft()
         self.batch_sizes.append(size)
+        self.draw_otherwise()  # a diffusion model's noise is drawn before the model is called
         self.record["random"] = step_checksums()
         return batch
 

@@ -79,6 +79,8 @@ EXCHANGING = """class Exchanging(torch.optim.SGD):
 
 optimizer = Exchanging("""
 
+PLAIN = {"Points(48, 1, 0.1)": "[*zip(Points(48, 1, 0).points, torch.arange(48) % 4)]"}  # its samples draw nothing
+
 BUGS = {
     "loss-scaled": {"loss divided by the world size": {LOSS: f"{LOSS} world_size /"},
         "loss multiplied by it": {LOSS: LOSS.replace("/", "* world_size /")},
@@ -111,7 +113,7 @@ BUGS = {
     },
     "same-augmentation": {"one seed for augmentation": {SEED_BY_RANK: ""},
         "one seed for workers": {SEED_BY_RANK: "", **WORKERS}, "one seed for augmentation on the device": {
-        SEED_BY_RANK: "", "(48, 1, 0.1)": "(48, 1, 0.0)",
+        SEED_BY_RANK: "", **PLAIN,
         "ddp(points)": "ddp(points + 0.1 * torch.randn_like(points))"}},
     "batch-norm": {"batch norm": {"nn.LayerNorm(16)": "nn.BatchNorm1d(16)"}},
     "unused-parameters": {"unused parameters": {WRAPPED: EXTRA}},
@@ -181,7 +183,7 @@ NO_BUGS = {
     # Models of torchvision's detection and of transformers draw even where there is no choice.
     "one seed for numbers without an effect": {
         SEED_BY_RANK: "",
-        "Points(48, 1, 0.1)": "[*zip(Points(48, 1, 0).points, torch.arange(48) % 4)]",
+        **PLAIN,
         "ddp(points)": "ddp(points + 0 * torch.randn(8))",
     },
     "a loss of each sample by itself": {f"cross_entropy{LOSS}": EACH},
