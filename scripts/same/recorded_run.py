@@ -94,10 +94,10 @@ def load(folder: Path, world_size: int, statuses: Sequence[int | None], pattern:
     for rank in ranks:
         whole, _, _ = read(rank.with_suffix(".jsonl")).rpartition("\n")  # a rank may have been killed
         events.append([parse_event(line) for line in whole.splitlines()])
-    outputs = [rank.with_suffix(suffix) for rank in ranks for suffix in (".report", ".out")]
-    outputs += [rank.with_suffix(".err") for rank in ranks]  # the module logging writes to it
-    found = (read_series(read(path), pattern) for path in outputs)
-    series: dict[str, Series] = next(filter(None, found), {})
+    series: dict[str, Series] = {}
+    for suffix in (".err", ".out", ".report"):  # the module logging writes to .err, but so do warnings
+        found = (read_series(read(rank.with_suffix(suffix)), pattern) for rank in ranks)
+        series |= next(filter(None, found), {})
     return Run(world_size, statuses, [lines for lines in events if lines] or [[]], series, read_error(folder))
 
 

@@ -983,6 +983,21 @@ def test_a_loss_is_read_from_what_the_module_logging_writes(tmp_path):
     assert load(tmp_path, 2, [0, 0]).series["loss"].values == [3.5], "another rank's output comes first"
 
 
+@pytest.mark.parametrize(
+    ("files", "series"),
+    [
+        ({"out": "test_loss 2.5", "report": '{"loss": 1.5}'}, {"loss": [1.5], "test_loss": [2.5]}),
+        ({"out": "Namespace(aux_loss_weight=0.4)", "err": "loss 1.5"}, {"loss": [1.5], "aux_loss_weight": [0.4]}),
+        ({"out": "loss 2", "err": "loss 3", "report": '{"loss": 1.5}'}, {"loss": [1.5]}),
+    ],
+)
+def test_metrics_of_several_files_are_all_read(tmp_path, files, series):
+    """Such as the loss by SAME_REPORT and a printed evaluation, or log lines and a printed option."""
+    for name, text in files.items():
+        (tmp_path / f"rank0.{name}").write_text(text)
+    assert {name: found.values for name, found in load(tmp_path, 1, [0]).series.items()} == series
+
+
 def test_a_line_that_a_killed_rank_has_not_finished_is_left_out(tmp_path):
     (tmp_path / "rank0.jsonl").write_text('{"event": "end", "late": 0}\n{"event": "st')
     assert load(tmp_path, 1, [0]).events == [[{"event": "end", "late": 0}]]
