@@ -31,7 +31,10 @@ from scripts.same.recorded_run import Run, load
 from scripts.same.script_job import CONTEXT
 
 PLACEHOLDERS = ("local_batch", "global_batch", "world_size", "run_dir", "resume")
-PARTIAL = ("not-printed", "zero-gradient", "uncontrolled", "not-replayed", "chaotic", "scaled-with-batch")
+PARTIAL = (
+    *("not-printed", "zero-gradient", "uncontrolled", "not-replayed", "chaotic", "scaled-with-batch"),
+    "generators-not-resumed",
+)
 """Notes after which not all has been compared."""
 NOT_COMPARED = ("scaled-with-batch", "uncontrolled", "not-replayed", "not-replicated")
 """Notes after which no gradients have been compared."""
@@ -122,6 +125,7 @@ class Session:
     findings: list[tuple[int, Finding]] = field(default_factory=list)  # each with the number of processes
     largest: float = 0.0  # the largest relative difference of a gradient from one process's
     measured: float = 0.0  # the same of the control run
+    harmless: set[str] = field(default_factory=set)  # generators whose numbers in a step have no effect
     has_loss: bool = False  # whether the script prints a loss that can be read
     is_resumed: bool = False
 
@@ -162,7 +166,8 @@ class Session:
             fix = f"{KEEP_FILES}; otherwise seed its generators by a constant"
             raise self.error(f"begins with other weights when it is started again; {fix}")
         redrawn = self.run(1, SAME_OTHER_DRAWS="1") if checks.draws_in_step(first) else None
-        self.measured = max(Rounding(first, control).gradient, default=0.0)
+        rounding = Rounding(first, control, redrawn)
+        self.measured, self.harmless = max(rounding.gradient, default=0.0), rounding.harmless
         self.runs = [first]
         for size in self.args.sizes[1:]:
             self.runs.append(self.run(size))
@@ -219,7 +224,8 @@ class Session:
             raise UserError(f"STOP_AFTER {steps}: the script has {len(whole.steps)} steps; use fewer")
         self.is_resumed = True
         self.run(whole.world_size, "resumed", SAME_STOP_AFTER=str(steps))
-        if found := checks.check_resumed(self.run(whole.world_size, "resumed"), whole):
+        resumed = self.run(whole.world_size, "resumed")
+        if found := checks.check_resumed(resumed, whole, self.harmless):
             self.findings.append((whole.world_size, found))
 
     def table(self) -> list[str]:

@@ -239,6 +239,11 @@ NOTES = {
         "the script prints no loss that can be read, so only its steps are compared, not losses",
         "print `loss 2.3` in a line, or give LOSS='(regular expression)'",
     ),
+    "generators-not-resumed": Cause(
+        "the resumed run's steps draw other random numbers, so that its samples, updates and evaluation are not "
+        "compared",
+        "save and load the states of each rank's generators: torch.get_rng_state(), and random's and numpy's",
+    ),
     "zero-gradient": Cause(
         "the gradient is zero in every step, so that nothing is trained or compared",
         "look at the loss: cross_entropy() of a single class, for example, is 0 whatever the output",

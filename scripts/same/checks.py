@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -575,8 +575,11 @@ def compare_parts(run: Run, first: Run, replay: Run | None, rounding: Rounding) 
 # A resumed run
 
 
-def check_resumed(resumed: Run, whole: Run) -> Finding | None:
-    """Return the first difference between a resumed run and the run that was not stopped, or None."""
+def check_resumed(resumed: Run, whole: Run, harmless: Set[str] = frozenset()) -> Finding | None:
+    """Return the first difference between a resumed run and the run that was not stopped, or None.
+
+    `harmless` are the generators whose numbers have no effect.
+    """
     if failure := resumed.failure():
         return failure
     if not resumed.steps:
@@ -592,32 +595,60 @@ def check_resumed(resumed: Run, whole: Run) -> Finding | None:
         return Finding("weights-not-resumed", what)
     if start == 0:
         return Finding("starts-over", "first resumed step, weights: those of step 1")
+    return check_resumed_steps(resumed, whole, start, draws_in_step(whole) - harmless)
+
+
+def check_resumed_steps(resumed: Run, whole: Run, start: int, drawn: Set[str]) -> Finding | None:
+    """Return the first difference between a resumed run and the rest of the whole one, or None.
+
+    If the generators from which steps draw have other states, another sample or update is only noted.
+    """
+    note, is_same_data = None, draws_same_batches(resumed, whole)
     for i, (record, expected) in enumerate(pair_steps(resumed, whole, start)):
         step = start + i + 1
         where = f"step {step}, resumed"
-        if resumed.rows(i) != whole.rows(start + i):
+        is_redrawn = is_same_data and states_of(record, drawn) != states_of(expected, drawn)
+        if not note and resumed.rows(i) != whole.rows(start + i):
             if seen := [j + 1 for j in range(start) if whole.rows(j) == resumed.rows(i)]:
                 return Finding("data-repeated", f"{where}, samples: those of step {seen[-1]}")
-            return Finding("other-data-after-resume", f"{where}, samples: not those of step {step} without a stop")
+            what = f"{where}, samples: not those of step {step} without a stop"
+            if not is_redrawn:
+                return Finding("other-data-after-resume", what)
+            note = Finding("generators-not-resumed", what)
         rates, right = record["lr"], expected["lr"]
         if len(rates) != len(right) or not np.allclose(rates, right, rtol=1e-9, atol=1e-12):
             shown = [" ".join(f"{rate:.6g}" for rate in groups) for groups in (rates, right)]
             return Finding(
                 "learning-rate-not-resumed", f"{where}, learning rate: {', '.join(shown)} without a stop"
             )
-        if (moved := difference(weight_change(record), weight_change(expected))) > RESUMED_SHARE:
-            return Finding("optimizer-not-resumed", f"{where}, update of the weights: differs by {moved:.1e}")
+        moved = difference(weight_change(record), weight_change(expected))
+        if not note and moved > RESUMED_SHARE:
+            what = f"{where}, update of the weights: differs by {moved:.1e}"
+            if not is_redrawn:
+                return Finding("optimizer-not-resumed", what)
+            note = Finding("generators-not-resumed", what)
     if (end := start + len(resumed.steps)) != len(whole.steps):
         what = f"{end} optimizer steps with the resumed ones, {len(whole.steps)} without a stop"
         return Finding("steps-not-resumed", what)
-    return check_last_evaluation(resumed, whole)
+    return note or check_last_evaluation(resumed, whole)
+
+
+def draws_same_batches(resumed: Run, whole: Run) -> bool:
+    """Return whether a resumed run draws the batches with which the whole one ends, as far as they are known."""
+    ours, theirs = ([*chain(*run.joint_batches().values())] for run in (resumed, whole))
+    return ours == theirs[len(theirs) - len(ours) :]
+
+
+def states_of(record: Step, kinds: Set[str]) -> dict[str, Any]:
+    """Return the states that these generators had when a step began."""
+    return {kind: state for kind, state in (record["random"] or {}).items() if kind in kinds}
 
 
 def check_last_evaluation(resumed: Run, whole: Run) -> Finding | None:
     """Return a finding if a resumed run that has trained the same ends with a different evaluation."""
     for name, series in whole.series.items():
         other = resumed.series.get(name)
-        if other and series.is_evaluation:
+        if other and (series.is_evaluation or is_unnamed_evaluation(series, whole)):
             value, right = other.values[-1], series.values[-1]
             excess = series.excess(value, right, other)
             if math.isinf(excess) or excess > RESUMED_SHARE * abs(right):

@@ -896,6 +896,60 @@ def test_a_resumed_run_ends_as_one_that_was_not_stopped(resumed, cause):
     assert (found and found.cause) == cause
 
 
+def test_a_resumed_run_ends_with_the_same_metric_of_any_name_if_it_is_one_of_the_evaluation():
+    resumed, whole = resumed_at(2, text="accuracy 0.75"), printed("accuracy 0.5", 2)
+    assert check_resumed(resumed, whole) is None  # whatever it measures: nothing is evaluated
+    found = check_resumed(resumed, with_evaluations(whole, ["01"], ["23"]))
+    assert (found.cause, found.what) == (
+        "buffers-not-resumed",
+        "accuracy, last value: 0.75, 0.5 without a stop",
+    )
+
+
+def drawing(run, state, batches):
+    """Return a run whose steps draw random numbers, from this state, after these batches of one sample."""
+    run = with_rows(run, lambda rows, rank: [f"{row} with noise of {state}" for row in rows])
+    for record in [record for records in run.steps for record in records]:
+        record |= {"moved": ["torch"], "random": {"torch": state}}
+    for own in run.events:
+        own += [{"event": "batch", "iteration": -1, "indices": [i], "size": 48} for i in batches]
+    return run
+
+
+@pytest.mark.parametrize(
+    ("state", "batches", "changes", "cause"),
+    [
+        (8, [2, 3], {}, "generators-not-resumed"),
+        (8, [], {}, "generators-not-resumed"),  # a stream
+        (7, [2, 3], {}, None),
+        (7, [2, 3], {"rows": (["x"], ["y"])}, "other-data-after-resume"),
+        (8, [0, 1], {}, "other-data-after-resume"),
+        (8, [2, 3], {"lr": ([0.2], [0.2])}, "learning-rate-not-resumed"),
+        (8, [2, 3], {"after": (GRADIENTS[0], GRADIENTS[0])}, "generators-not-resumed"),
+    ],
+)
+def test_noise_of_other_states_of_the_generators_is_no_other_data(state, batches, changes, cause):
+    """Many scripts of GANs and diffusion models save no generators' states."""
+    whole = drawing(printed("test_loss 1.25", 2), 7, range(4))
+    resumed = with_fields(drawing(resumed_at(2), state, batches), 1, **changes)
+    found = check_resumed(resumed, whole)
+    assert (found and found.cause) == cause
+
+
+def test_an_update_that_differs_is_named_whatever_a_step_draws_without_an_effect():
+    whole, resumed = drawing(record(2, GRADIENTS), 7, []), drawing(resumed_at(2), 8, [])
+    for run in (whole, resumed):
+        with_rows(run, lambda rows, rank: [row.split()[0] for row in rows])
+    with_fields(resumed, 0, after=(GRADIENTS[0],) * 2)
+    for harmless, cause in ({"torch"}, "optimizer-not-resumed"), (set(), "generators-not-resumed"):
+        assert check_resumed(resumed, whole, harmless).cause == cause
+
+
+def test_steps_that_are_missing_are_named_also_if_their_noise_differs():
+    resumed = drawing(resumed_at(2, 3), 8, [3])
+    assert check_resumed(resumed, drawing(record(2, GRADIENTS), 7, range(4))).cause == "steps-not-resumed"
+
+
 def moved(values, share):
     """Return values that differ from these by a relative share."""
     return (values * (1 + share),) * 2
