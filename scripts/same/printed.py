@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
+from typing import Any
 
 from recipes.common.errors import UserError
 
@@ -81,14 +82,17 @@ class Series:
         return [self.excess(*pair, other) for pair in zip(other.values, self.values, strict=False)]
 
 
-def read_series(text: str, pattern: str = "") -> dict[str, Series]:
-    """Return the metrics in a text by name; raises UserError if the pattern matches anything but numbers."""
+def read_series(text: str, pattern: str = "", is_report: bool = False) -> dict[str, Series]:
+    """Return the metrics in a text by name; raises UserError if the pattern matches anything but numbers.
+
+    If is_report, the text was written to be compared: all numbers in JSON are metrics.
+    """
     found: dict[str, Series] = {}
     header = ""  # such as "Test metrics:", or "validation": { in JSON of several lines, above indented lines
     for line in re.split(r"[\r\n]+", text):
         is_below = line[:1].isspace() and not line.lstrip().startswith("}")
         header = line if line.endswith((":", "{")) else header if is_below else ""
-        for name, value in read_line(BAR.sub("", line), pattern, header):
+        for name, value in read_line(BAR.sub("", line), pattern, header, is_report):
             try:
                 found.setdefault(name, Series(name)).add(value)
             except ValueError:
@@ -97,7 +101,7 @@ def read_series(text: str, pattern: str = "") -> dict[str, Series]:
     return found
 
 
-def read_line(line: str, pattern: str, header: str) -> Iterator[tuple[str, str]]:
+def read_line(line: str, pattern: str, header: str, is_report: bool) -> Iterator[tuple[str, str]]:
     """Yield the names and numbers in a line: of a JSON object, else by the pattern, else by the usual names.
 
     `header` is a line above, which may say that the usual names are of an evaluation.
@@ -105,12 +109,8 @@ def read_line(line: str, pattern: str, header: str) -> Iterator[tuple[str, str]]
     if line.lstrip().startswith("{"):
         with contextlib.suppress(json.JSONDecodeError):
             metrics = json.loads(line)
-            for name, item in metrics.items():
-                if re.search(rf"\b({METRICS}|losses)\b", re.sub("[_/]", " ", name), re.IGNORECASE):
-                    found = full_name(name.replace("losses", "loss"), str(metrics.get("split")))
-                    for number in item if isinstance(item, list) else [item]:
-                        if isinstance(number, int | float) and not isinstance(number, bool):
-                            yield found, repr(number)
+            for name, number in numbers_in(metrics, is_report):
+                yield full_name(name, str(metrics.get("split"))), number
             return
     if pattern:
         for match in re.finditer(pattern, line):
@@ -120,6 +120,17 @@ def read_line(line: str, pattern: str, header: str) -> Iterator[tuple[str, str]]
         return
     for match in PAIR.finditer(line):
         yield full_name(match["name"], header + line), match["value"]
+
+
+def numbers_in(metrics: dict[str, Any], is_all: bool) -> Iterator[tuple[str, str]]:
+    """Yield the names and numbers in a JSON object, by default only those with the usual names."""
+    for name, item in metrics.items():
+        if isinstance(item, dict):
+            yield from ((f"{name}_{inner}", number) for inner, number in numbers_in(item, is_all))
+        elif is_all or re.search(rf"\b({METRICS}|losses)\b", re.sub("[_/]", " ", name), re.IGNORECASE):
+            for number in item if isinstance(item, list) else [item]:
+                if isinstance(number, int | float) and not isinstance(number, bool):
+                    yield name.replace("losses", "loss"), repr(number)
 
 
 def full_name(name: str, context: str = "") -> str:

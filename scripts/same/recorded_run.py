@@ -96,7 +96,8 @@ def load(folder: Path, world_size: int, statuses: Sequence[int | None], pattern:
         events.append([parse_event(line) for line in whole.splitlines()])
     series: dict[str, Series] = {}
     for suffix in (".err", ".out", ".report"):  # the module logging writes to .err, but so do warnings
-        found = (read_series(read(rank.with_suffix(suffix)), pattern) for rank in ranks)
+        texts = (read(rank.with_suffix(suffix)) for rank in ranks)
+        found = (read_series(text, pattern, is_report=suffix == ".report") for text in texts)
         series |= next(filter(None, found), {})
     return Run(world_size, statuses, [lines for lines in events if lines] or [[]], series, read_error(folder))
 

@@ -1042,6 +1042,11 @@ def test_a_loss_is_read_from_what_the_module_logging_writes(tmp_path):
     [
         ({"out": "test_loss 2.5", "report": '{"loss": 1.5}'}, {"loss": [1.5], "test_loss": [2.5]}),
         ({"out": "Namespace(aux_loss_weight=0.4)", "err": "loss 1.5"}, {"loss": [1.5], "aux_loss_weight": [0.4]}),
+        (
+            {"report": '{"wer": 0.25, "val": {"mAP": [0.5, 0.75], "split": "coco"}, "done": true}'},
+            {"wer": [0.25], "val_map": [0.5, 0.75]},
+        ),
+        ({"out": '{"epoch_s": 2, "val": {"loss": 1.5, "epoch_s": 1}}'}, {"val_loss": [1.5]}),
         ({"out": "loss 2", "err": "loss 3", "report": '{"loss": 1.5}'}, {"loss": [1.5]}),
     ],
 )
