@@ -115,9 +115,10 @@ class Rounding:
         return max(self.floor * scale, SAFETY * measured[min(i, len(measured) - 1)] if measured else 0.0)
 
 
-def draws_in_step(run: Run) -> set[str]:
-    """Return the random generators from which the first step draws on any rank."""
-    return {kind for records in run.steps[:1] for record in records for kind in record["moved"]}
+def draws_in_step(run: Run, with_collate: bool = True) -> set[str]:
+    """Return the random generators from which the first step or, with_collate, a collate_fn draws on any rank."""
+    collated = run.of("collated") if with_collate else []
+    return {kind for record in chain(*run.steps[:1], *collated) for kind in record["moved"]}
 
 
 def harmless_draws(first: Run, redrawn: Run, floor: float) -> set[str]:
@@ -539,7 +540,9 @@ def compare_runs(
         return findings
     shards = check_shards(run, first, is_divided) if rounding.is_controlled else None
     findings += filter(None, [shards])
-    if not rounding.is_controlled or draws_in_step(run) - rounding.harmless:
+    # Ranks that draw equal numbers in collate_fn, such as one size for all images, have the samples of one process.
+    draws = draws_in_step(run, with_collate=other_samples(run, first) is not None)
+    if not rounding.is_controlled or draws - rounding.harmless:
         rates = filter(None, [check_rates(run, first)])
         return [*findings, *rates, Finding("uncontrolled", "step 1, random numbers")]
     cause = shards.cause if shards else ""

@@ -53,7 +53,10 @@ MAX_FEATURES = 4096
 """A fingerprint reads evenly spaced elements of a sample, fewer than twice this many."""
 
 RANDOM_SAMPLES = 64
-"""Number of samples that a process checks for drawing random numbers, until one does: a check takes 2 ms."""
+"""Number of samples, and of batches, that a process checks for drawing random numbers, until one does.
+
+A check takes 2 ms.
+"""
 
 MAX_DEPTH = 3
 """How deep attributes of objects are searched for a batch, if the arguments have no tensor."""
@@ -201,7 +204,7 @@ class Observer:
         self.iterations, self.iteration, self.trained = 0, -1, -1
         # Of the last two batches, 0 if unknown: a script may draw one while it trains on the one before.
         self.batch_sizes = deque[int](maxlen=2)
-        self.unchecked = RANDOM_SAMPLES
+        self.unchecked = self.unchecked_batches = RANDOM_SAMPLES
         self.uses_batch_norm = self.uses_dropout = False
         self.autocast: torch.dtype | None = None
         self.start_step()
@@ -492,9 +495,24 @@ class Observer:
             loader.multiprocessing_context = "fork"
         original(iterator, loader)
 
-    def seed_samples(self, original: Function, fetcher: Any, dataset: Any, *args: Any) -> None:
+    def seed_samples(
+        self, original: Function, fetcher: Any, dataset: Any, auto_collation: bool, collate: Function, *args: Any
+    ) -> None:
         """Make the fetcher of a map-style data set seed the random generators by each sample's index."""
-        original(fetcher, SeededSamples(dataset, self), *args)
+        own = functools.partial(self.collate, collate)
+        original(fetcher, SeededSamples(dataset, self), auto_collation, own, *args)
+
+    def collate(self, original: Function, samples: Any) -> Any:
+        """Make a batch of samples; note the generators from which the loader's collate_fn draws, as a step may."""
+        self.draw_otherwise()
+        before = checksums() if self.unchecked_batches else {}
+        batch = original(samples)
+        if before:
+            self.unchecked_batches -= 1
+            if drawn := [name for name, state in checksums().items() if state != before[name]]:
+                self.unchecked_batches = 0
+                self.write("collated", moved=drawn)
+        return batch
 
 
 class Batches:

@@ -170,8 +170,16 @@ LISTED = """class Listed(nn.Sequential):
 
 
 model = Listed("""
+COLLATE = f"""def collate(samples):
+    points, labels = torch.utils.data.default_collate(samples)
+    return points + 0.1 * torch.randn(8), labels
+
+
+{LOADER[:-2]}, collate_fn=collate, num_workers=1)
+"""
 NO_BUGS = {
     "accumulation": ACCUMULATE,
+    "random numbers of collate_fn, as for images of several sizes": {LOADER: COLLATE},
     "a stream whose order depends on the number of processes": {
         LOADER: STREAM.replace("[rank::world_size]", "[rank * 48 // world_size : (rank + 1) * 48 // world_size]")
     },

@@ -528,6 +528,14 @@ def test_samples_and_rates_are_compared_whatever_a_step_draws():
     assert causes(own_rates, first) == [("uncontrolled", "step 1, random numbers")]
 
 
+def test_numbers_that_collate_fn_draws_are_harmless_if_they_give_the_same_samples():
+    """As in training at several scales, where ranks draw one size."""
+    for change, found in (("", ["loss-scaled"]), (" resized", ["uncontrolled"])):
+        run = with_rows(record(2, 2 * GRADIENTS), lambda rows, rank, change=change: [row + change for row in rows])
+        run.events[1].append({"event": "collated", "moved": ["random"]})
+        assert [cause for cause, _ in causes(run)] == found
+
+
 @pytest.mark.parametrize("factor", [0.5, 0.7])
 def test_a_gather_without_gradient_is_named_also_if_it_scales_the_gradient(factor):
     wrong = factor * GRADIENTS if factor == 0.5 else disturb(0.1)
