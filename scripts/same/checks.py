@@ -540,7 +540,7 @@ def compare_runs(
         return findings
     shards = check_shards(run, first, is_divided) if rounding.is_controlled else None
     findings += filter(None, [shards])
-    # Ranks that draw equal numbers in collate_fn, such as one size for all images, have the samples of one process.
+    # Ranks that draw equal numbers in collate_fn, such as a size of all images, have the samples of one process.
     draws = draws_in_step(run, with_collate=other_samples(run, first) is not None)
     if not rounding.is_controlled or draws - rounding.harmless:
         rates = filter(None, [check_rates(run, first)])
