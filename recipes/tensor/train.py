@@ -142,15 +142,17 @@ class GradientSum:
     def finish(self) -> None:
         """Replace all gradients with their sums after the last pass of a step.
 
-        Raises UserError if a parameter got no gradient in the last pass, perhaps on this rank only. An earlier
-        pass's gradient would not be summed, and replicas that miss different gradients would sum buckets that do
-        not match.
+        Raises UserError if a parameter got no gradient in the last pass, perhaps on this rank only: replicas that
+        miss different gradients would sum buckets that do not match.
         """
-        missing = [name for parameter, name in self.names.items() if parameter not in self.taken]
+        missing = [parameter for parameter in self.names if parameter not in self.taken]
         if missing and self.is_last and self.replicas.size() > 1:
-            what = f"{missing[0]} got no gradient, so that replicas cannot sum it"
+            what = f"{self.names[missing[0]]} got no gradient, so that replicas cannot sum it"
             fix = "use it in every forward pass, or set its requires_grad to False"
             raise UserError(f"{what}; {fix}", on_one_rank=True)
+        for parameter in missing:
+            if parameter.grad is not None:  # of an earlier pass
+                self.add(parameter)
         self.taken.clear()
         for group in [group for group, bucket in self.buckets.items() if bucket]:
             self.send(group)

@@ -28,7 +28,7 @@ from tests import observe
 from tests.conftest import refused, slow
 from tests.parallel.test_fsdp import allocated, note_bytes
 from tests.parallel.test_your_model import SPLIT, import_from
-from tests.support import TEXT_DIR, assert_same_training, losses, start_run, train
+from tests.support import TEXT_DIR, assert_same_training, losses, metrics, start_run, train
 
 STEPS = ("--max-steps", "4", "--checkpoint-every", "2", "--clip-grad-norm", "1")
 GPT = ("--data", "text", "--data-dir", str(TEXT_DIR), "--model", "gpt-tiny", "--seq-len", "16")
@@ -310,6 +310,25 @@ class ZeroHeads(NormedHeads):
     def __init__(self, data):
         super().__init__(data)
         nn.init.zeros_(self.o.weight)
+
+
+class SeldomNormed(SummedHeads):
+    """In training, every other pass leaves out the norm."""
+
+    passes = 0
+
+    def forward(self, ids):
+        q = self.q(self.tokens(ids)).unflatten(-1, (-1, 8))
+        self.passes += self.training
+        return self.head(self.o((q if self.training and self.passes % 2 == 0 else self.norm(q)).flatten(2)))
+
+
+def test_a_gradient_of_an_earlier_pass_alone_is_summed_over_the_ranks(tmp_path):
+    argv = (*OWN, "--model", f"{NAME}SeldomNormed", "--accumulate-steps", "2")
+    run, whole = train("tensor", tmp_path, 2, *argv), train("single", tmp_path, 1, *argv)
+    assert_same_training(run, whole)
+    ours, theirs = ([m["grad_norm"] for m in metrics(path) if "grad_norm" in m] for path in (run, whole))
+    assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 class SummedZeros(SummedHeads, ZeroHeads):
