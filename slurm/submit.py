@@ -221,7 +221,7 @@ def check_by_slurm(options: dict[str, Any]) -> None:
             other = "submit from a login node, or use --local (make: LOCAL=1)"
             raise UserError(f"no Slurm is configured on this machine; {remedy(other)}")
         why = "; ".join(lines)
-        # The test leaves out nodes that are down or drained; sbatch queues a job for them, and refuses others.
+        # The test leaves out nodes that are down or drained, for which sbatch queues a job.
         nodes = unavailable_nodes(options) if "allocation failure" in why else set()
         if not nodes:
             raise UserError(f"Slurm refuses the job: {why}; {remedy('see sinfo')}")
@@ -231,10 +231,17 @@ def check_by_slurm(options: dict[str, Any]) -> None:
 
 
 def unavailable_nodes(options: dict[str, Any]) -> set[str]:
-    """Return the nodes that are down or drained in the options' partition, or in all if they name none."""
-    command = ["sinfo", "--noheader", "--Node", "--format=%N", "--states=down,drain,fail"]
+    """Return the nodes that are down or drained in the job's partition, if it takes jobs of as many nodes."""
+    command = ["sinfo", "--noheader", "--Node", "--format=%N %P %s", "--states=down,drain,fail"]
     command += [f"--partition={options['partition']}"] if "partition" in options else []
-    return set(subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.split())
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    rows = [line.split() for line in shown.splitlines()]  # ["n2", "gpu*", "1-infinite"]; *: the default partition
+
+    def takes(partition: str, most: str) -> bool:
+        is_chosen = "partition" in options or partition.endswith("*")
+        return is_chosen and (most == "infinite" or int(most) >= options["nodes"])
+
+    return {node for node, partition, sizes in rows if takes(partition, sizes.split("-")[-1])}
 
 
 def submit_runs(args: Namespace, folder: Path, runs: list[Run]) -> list[Any]:

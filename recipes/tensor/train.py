@@ -51,11 +51,15 @@ class TensorOptions(Options):
     """Tensor parallelism."""
 
     has_shards = True
-    exchanges_in_forward = True
     tensor_parallel: int = option(2, positive_int, "ranks that split each layer", "N")
     sequence_parallel: bool = switch("vit-tiny and GPT: between split layers, a rank has 1/N of a sample's tokens")
     loss_parallel: bool = switch("GPT: split the vocabulary; a rank computes the loss from 1/N of the logits")
     fully_shard: bool = switch("shard weights, gradients and optimizer over the replicas, too (FSDP2)")
+
+    @property
+    def exchanges_in_forward(self) -> bool:
+        """Whether the ranks of a replica sum activations."""
+        return self.tensor_parallel > 1
 
     def check(self) -> None:
         """Raise UserError if options do not combine."""

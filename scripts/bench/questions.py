@@ -98,7 +98,7 @@ QUESTIONS = (
         "On 2 nodes with a link of 1 Gbit/s, a step of ddp takes {times} times the lower bound{note}",
         chinese=(
             "第二个节点的代价是多少？",
-            "两个节点以 1 Gbit/s 相连时，ddp 的一步用时是可能的最短时间的 {times} 倍",
+            "两个节点以 1 Gbit/s 相连时，ddp 的一步用时是下限的 {times} 倍",
         ),
     ),
     Question(

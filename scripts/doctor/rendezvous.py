@@ -104,7 +104,8 @@ def join(this_node: Node, secret: str, timeout_s: float) -> Channel:
         try:
             # By name: it may lead to the address of an earlier pod at first.
             place = (this_node.master_addr, this_node.master_port)
-            connection = socket.create_connection(place, timeout=CONNECT_TIMEOUT_S)
+            connect = partial(socket.create_connection, place, timeout=CONNECT_TIMEOUT_S)
+            connection = call_within(connect, CONNECT_TIMEOUT_S + 1)  # a name server may not answer
             channel = Channel(connection)
             refusal = introduce(channel, this_node, secret)
         except (OSError, ValueError, KeyError, TypeError) as error:

@@ -95,10 +95,12 @@ def load(folder: Path, world_size: int, statuses: Sequence[int | None], pattern:
         whole, _, _ = read(rank.with_suffix(".jsonl")).rpartition("\n")  # a rank may have been killed
         events.append([parse_event(line) for line in whole.splitlines()])
     series: dict[str, Series] = {}
-    for suffix in (".err", ".out", ".report"):  # the module logging writes to .err, but so do warnings
+    for suffix in (".report", ".out", ".err"):
+        if pattern and series and suffix == ".err":  # the module logging writes there, but so do warnings
+            break
         texts = (read(rank.with_suffix(suffix)) for rank in ranks)
         found = (read_series(text, pattern, is_report=suffix == ".report") for text in texts)
-        series |= next(filter(None, found), {})
+        series = next(filter(None, found), {}) | series
     return Run(world_size, statuses, [lines for lines in events if lines] or [[]], series, read_error(folder))
 
 

@@ -1045,6 +1045,12 @@ def test_a_loss_is_read_from_what_the_module_logging_writes(tmp_path):
     assert load(tmp_path, 2, [0, 0]).series["loss"].values == [3.5], "another rank's output comes first"
 
 
+def test_warnings_are_no_losses_where_a_pattern_finds_them_in_the_output(tmp_path):
+    (tmp_path / "rank0.out").write_text("step 1 loss 2.5")
+    (tmp_path / "rank0.err").write_text("UserWarning: mixed precision may cause loss of precision")
+    assert load(tmp_path, 1, [0], r"loss (\S+)").series["loss"].values == [2.5]
+
+
 @pytest.mark.parametrize(
     ("files", "series"),
     [

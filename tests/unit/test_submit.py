@@ -94,13 +94,17 @@ def test_what_is_not_given_is_left_to_the_cluster(tmp_path, sbatch_file):
     assert "#SBATCH --ntasks-per-node=1\n" in text, "one process, all its GPUs"
 
 
+LACKS_NODES = "allocation failure: Requested node configuration is not available"
+
+
 @pytest.mark.parametrize(
     ("why", "sinfo", "is_refused"),
     [
-        ("allocation failure: Requested node configuration is not available", "printf 'n2\\nn3\\nn2\\n'", False),
-        ("allocation failure: Requested node configuration is not available", "exit 0", True),
-        ("allocation failure: Requested node configuration is not available", "exit 1", True),
-        ("invalid partition specified: gpu", "echo n2", True),
+        (LACKS_NODES, "printf 'n2 gpu 1-infinite\\nn3 gpu 2\\nn2 gpu 1-infinite\\n'", False),
+        (LACKS_NODES, "echo n2 gpu 1", True),
+        (LACKS_NODES, "exit 0", True),
+        (LACKS_NODES, "exit 1", True),
+        ("invalid partition specified: gpu", "echo n2 gpu 1-infinite", True),
     ],
 )
 def test_a_job_that_lacks_nodes_which_are_down_is_queued(
@@ -119,7 +123,12 @@ def test_a_job_that_lacks_nodes_which_are_down_is_queued(
     said = f"warning: the job may have to wait: {why}; 2 nodes are down or drained, see sinfo --list-reasons\n"
     assert capsys.readouterr().err == said
     asked = (tmp_path / "asked").read_text()
-    assert asked == "--noheader --Node --format=%N --states=down,drain,fail --partition=gpu\n"
+    assert asked == "--noheader --Node --format=%N %P %s --states=down,drain,fail --partition=gpu\n"
+
+
+def test_without_a_partition_only_nodes_of_the_default_one_count(commands):
+    commands("sinfo", "printf 'n1 debug 1-4\\nn2 gpu* 1-4\\nn3 gpu* 1-1\\n'")
+    assert submit.unavailable_nodes({"nodes": 2}) == {"n2"}
 
 
 def test_gpus_may_have_a_type_and_a_short_limit_leaves_a_quarter_for_the_checkpoint(tmp_path, sbatch_file):
