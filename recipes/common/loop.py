@@ -32,11 +32,11 @@ from recipes.common.record.record import Record, open_run
 from recipes.common.seeding import choose_kernels, seed_step
 from recipes.common.task import SKIPPED
 from recipes.common.world.agreement import (
-    check_same_weights,
     load_same_data,
     raise_on_all_ranks,
     run_on_all_ranks,
     shard,
+    take_rank_0s_values,
 )
 from recipes.common.world.peers import Peers
 from recipes.common.world.places import Place, place_of
@@ -108,13 +108,12 @@ def load_data_and_model(
 ) -> tuple[Data, nn.Module]:
     """Return load_checked_data() and the model on this rank's device, with the same weights on all ranks.
 
-    Call it on all ranks. Raises UserError as load_checked_data(), build_model(), check_same_weights(),
-    checkpoint_blocks(), and check_parts() of batch norm.
+    Call it on all ranks. Raises UserError as load_checked_data(), build_model(), checkpoint_blocks(),
+    take_rank_0s_values(), and check_parts() of batch norm.
     """
     data = load_checked_data(args, recipe, peers, stop, replicas)
     # Every rank draws the same weights from --seed.
     model = run_on_all_ranks(lambda: build_model(args, data, peers.device), peers)
-    check_same_weights(args, model.parameters(), model.buffers(), peers)
     if args.activation_checkpointing:
         from recipes.common.models.blocks import checkpoint_blocks
 
@@ -124,6 +123,7 @@ def load_data_and_model(
 
         set_groups(model, args, peers)
     model = model.to(peers.device)
+    take_rank_0s_values(args, model, peers)
     parts = (replicas or peers.world_size) * args.accumulate_steps
     if args.global_batch_size < 2 * parts:
         from recipes.common.models.batchnorm import check_parts

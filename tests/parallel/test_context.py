@@ -235,9 +235,10 @@ def test_a_users_model_that_needs_whole_sequences_is_refused(tmp_path, model):
     )
 
 
-def test_a_users_model_that_differs_between_ranks_is_refused_for_that(tmp_path):
-    outcome = start_run("context", tmp_path, 2, *STEPS, "--model", f"{OWN}drawn_by_rank").wait(60)
-    assert outcome.refusal.startswith(f"error: rank 1: --model {OWN}drawn_by_rank is a model with parameters of ")
+@pytest.mark.parametrize("more", [(), *slow(((FULL,),))])
+def test_a_users_model_that_differs_between_ranks_is_rank_0s(tmp_path, more):
+    argv = (*STEPS, "--model", f"{OWN}drawn_by_rank")
+    assert_same_training(train("context", tmp_path, 2, *argv, *more), train("single", tmp_path, 1, *argv))
 
 
 @pytest.mark.parametrize(

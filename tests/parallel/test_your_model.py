@@ -272,6 +272,10 @@ class ReadByRank0(nn.Module):
     def forward(self, inputs):
         return inputs / self.std
 
+def wider_by_rank(data):
+    units = 8 + int(os.environ.get("RANK") == "1")
+    return nn.Sequential(nn.Linear(2, units), nn.Linear(units, 3))
+
 def normalised_by_rank(data):
     return nn.Sequential(nn.Linear(2, 8), ReadByRank0(), nn.Linear(8, 3))
 
@@ -673,25 +677,41 @@ def test_a_resume_restores_an_optimizer_of_your_own(run, start, tmp_path, recipe
         ("fsdp", "copied_by_rank", ()),
         ("fsdp", "normalised_by_rank", ()),
         ("pipeline", "normalised_by_rank", ()),
-        ("ddp", "normalised_by_rank", ()),
-        ("apex", "drawn_by_rank", ("--opt-level", "O2")),
-        *slow(
-            ("fsdp", "drawn_by_rank", ("--replicas", "2")),
-            ("pipeline", "copied_by_rank", ()),
-            ("tensor", "drawn_by_rank", ("--tensor-parallel", "1")),
-            ("horovod", "normalised_by_rank", ()),
-        ),
+        ("ddp", "wider_by_rank", ()),
+        *slow(("fsdp", "drawn_by_rank", ("--replicas", "2")), ("pipeline", "copied_by_rank", ())),
     ],
 )
 def test_a_model_that_differs_between_ranks_is_refused(start, recipe, model, argv):
-    """Replicas would train weights unlike the checkpoint's; shards and stages would be of several models."""
+    """Shards and stages would be of several models; no rank can take another's values for other layers."""
     line = start(recipe, 2, "--data", "mine:spirals", "--model", f"mine:{model}", *argv).wait().refusal
-    what = r"a model with parameters of digest (\w{8}) and buffers of digest (\w{8})"
-    how = "let all ranks draw or read the same values"
-    pattern = rf"error: rank 1: --model mine:{model} is {what} on \S+, and {what} on rank 0; {how}"
-    parameters, buffers, *others = re.fullmatch(pattern, line).groups()
-    has_other_buffers = model == "normalised_by_rank"
-    assert [parameters == others[0], buffers == others[1]] == [has_other_buffers, not has_other_buffers]
+    if model == "wider_by_rank":
+        what = r"a model of 4 tensors, whose names and shapes have the digest (\w{8})"
+        how = "build the same layers"
+    else:
+        what = r"a model with parameters of digest (\w{8}) and buffers of digest (\w{8})"
+        how = "draw or read the same values"
+    pattern = rf"error: rank 1: --model mine:{model} is {what} on \S+, and {what} on rank 0; let all ranks {how}"
+    own = re.fullmatch(pattern, line).groups()
+    is_same = [here == there for here, there in zip(own[: len(own) // 2], own[len(own) // 2 :], strict=True)]
+    assert is_same == {"wider_by_rank": [False], "normalised_by_rank": [True, False]}.get(model, [False, True])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model", "argv"),
+    [
+        ("scratch", "normalised_by_rank", ()),
+        ("apex", "drawn_by_rank", ("--opt-level", "O2")),
+        ("tensor", "drawn_by_rank", ("--tensor-parallel", "1")),
+        *slow(("ddp", "drawn_by_rank", ()), ("horovod", "normalised_by_rank", ("--compression", "none"))),
+    ],
+)
+def test_a_model_that_differs_between_ranks_is_rank_0s(start, tmp_path, recipe, model, argv):
+    words = ("--data", "mine:spirals", "--model", f"mine:{model}", "--max-steps", "20", "--log-every", "1", *argv)
+    start(recipe, 2, *words).wait(check=True)
+    run = (tmp_path / "run").rename(tmp_path / "two")
+    start(recipe, 1, *words).wait(check=True)
+    assert losses(run) == pytest.approx(losses(tmp_path / "run"), rel=1e-2 if recipe == "apex" else 1e-5)
+    assert len(losses(run)) == 20
 
 
 VALUES = ("--data", "mine:values", "--model", "mine:line", "--task", "mine:SquaredError", "--max-steps", "5")

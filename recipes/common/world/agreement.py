@@ -9,12 +9,13 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib.metadata import distributions
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recipes.common.arguments import is_user_code
 from recipes.common.data import Data, find_for_all_ranks, load_data
@@ -161,12 +162,29 @@ def training_facts(args: Options, recipe: str) -> dict[str, str]:
     return facts
 
 
+def take_rank_0s_values(args: Options, model: nn.Module, peers: Peers) -> None:
+    """Overwrite the parameters and buffers of the user's model with rank 0's; call it on all ranks.
+
+    Code may draw them by a generator of its own, or read them only on rank 0, and some kinds of processors round
+    differently. Raises UserError on all ranks if models differ in names, shapes or dtypes.
+    """
+    if is_user_code(args.model) and peers.world_size > 1:
+        tensors = dict(chain(model.named_parameters(), model.named_buffers()))
+        forms = "".join(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n" for name, tensor in tensors.items())
+        what = f"a model of {len(tensors)} tensors, whose names and shapes have the digest"
+        own = {f"--model {args.model}": f"{what} {zlib.crc32(forms.encode()):08x}"}
+        check_same_facts(own, peers, "let all ranks build the same layers")
+        with peers.watch("model"):
+            for tensor in tensors.values():
+                peers.broadcast_tensor(tensor)
+
+
 def check_same_weights(
     args: Options, parameters: Iterable[Tensor], buffers: Iterable[Tensor], peers: Peers
 ) -> None:
     """Check that the user's model begins with the same values on all ranks; call it on all ranks.
 
-    Code may draw them by a generator of its own, or read them only on rank 0. Raises UserError on all ranks.
+    It is for recipes whose ranks keep only parts of the model. Raises UserError on all ranks.
     """
     if is_user_code(args.model) and peers.world_size > 1:
         own = f"parameters of digest {digest(*parameters):08x} and buffers of digest {digest(*buffers):08x}"
