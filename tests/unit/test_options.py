@@ -174,6 +174,12 @@ def test_what_a_recipe_does_not_combine(recipe, argv, words):
         module.options(argv)
 
 
+@pytest.mark.parametrize("recipe", ["tensor", "context"])
+def test_a_replica_of_one_rank_may_record_graphs(recipe):
+    module = importlib.import_module(f"recipes.{recipe}.train")
+    assert module.options([*GRAPHS, f"--{recipe}-parallel", "1"]).records_graphs
+
+
 def test_what_goes_together_is_taken():
     for name in ("a", "A-1", "run.2_b", "a" * 100, "1..2"):
         assert single.options(["--name", name]).name == name
