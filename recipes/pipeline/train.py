@@ -101,11 +101,12 @@ def build_stage_buckets(
 def sum_shared_gradients(owners: dict[nn.Parameter, set[int]], world: Grid) -> None:
     """Sum the gradients of parameters that stages share, such as GPT's tied matrix; call it on all ranks."""
     shared, row = [p for p, stages in owners.items() if len(stages) > 1], world.mesh.get_group("pp")
+    if not shared:
+        return
     counts = torch.tensor([float(p.grad is not None) for p in shared], device=world.device)
-    if shared:
-        # Pipeline: how many stages have a gradient of each: an all-reduce of 4 bytes a parameter, once a step.
-        with world.watch("gradients"):
-            dist.all_reduce(counts, group=row)
+    # Pipeline: how many stages have a gradient of each: an all-reduce of 4 bytes a parameter, once a step.
+    with world.watch("gradients"):
+        dist.all_reduce(counts, group=row)
     for parameter, count in zip(shared, counts, strict=True):
         gradient = parameter.grad
         if gradient is None:
