@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
-import sys
 import weakref
 from types import SimpleNamespace
 
@@ -25,11 +23,9 @@ from recipes.common.language import LanguageModel
 from recipes.common.models.models import build_model
 from recipes.common.optim import optimizer_state
 from recipes.common.parallel.sharding import own_shards
-from recipes.common.process.ranks import read_ranks
 from recipes.common.watch.watch import Watch
 from recipes.common.world.peers import Peers
 from recipes.common.world.tree import broadcast_tree
-from recipes.common.world.world import connected_world
 from recipes.fsdp import train as fsdp
 from recipes.fsdp.initialise import UnknownInitError, build_shards, rows
 from recipes.fsdp.train import build, build_mesh, options, wrap
@@ -41,7 +37,6 @@ from tests.support import (
     largest_difference,
     losses,
     metrics,
-    run_ranks,
     start_run,
     train,
     weights,
@@ -351,53 +346,24 @@ def test_refusals(tmp_path, model, argv, message):
 
 # ---- in double precision: only the order of sums still makes a difference
 
-NUM_STEPS = 100
 
-
-def train_in_double(folder, argv):
-    """Train LeNet for NUM_STEPS steps as one rank, write the losses on rank 0, and exit."""
-    args = options(["--device", "cpu", "--no-channels-last", *argv])
-    with connected_world(args, read_ranks("fsdp")) as world:
-        data = load_data(args, world.device, print)
-        model = build_model(args, data).double()
-        module = wrap(model, args, world)
-        found = double_losses(model, data, world.rank, world.world_size)
-        assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
-        if world.rank == 0:
-            (folder / "losses.json").write_text(json.dumps(found))
-    sys.exit()
-
-
-def double_losses(model, data, rank=0, world_size=1):
-    """Train with a plain loop; return the whole batch's loss of each step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))
-    found = []
-    for step in range(NUM_STEPS):
-        batch = order[(step * 11) % 1400 :][:11]
-        ((images, labels),) = data.train.batches([batch.tensor_split(world_size)[rank]], 0)
-        optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(model(images.double()), labels, reduction="sum") / len(batch)
-        (loss * world_size).backward()
-        optimizer.step()
-        loss = loss.detach()
-        if world_size > 1:
-            torch.distributed.all_reduce(loss)
-        found.append(loss.item())
-    return found
+def compute_in_double():
+    observe.compute_in_double()
+    make_model, build_model = fsdp.make_model, fsdp.build_model
+    fsdp.make_model = lambda *args: make_model(*args).double()
+    fsdp.build_model = lambda *args: build_model(*args).double()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "argv"), [(4, ()), (4, ("--replicas", "2"))])
-def test_100_steps_in_double_precision(tmp_path, world_size, argv):
-    args = options(["--device", "cpu", "--no-channels-last"])
-    data = load_data(args, torch.device("cpu"), print)
-    expected = double_losses(build_model(args, data).double(), data)
-    setup = functools.partial(train_in_double, tmp_path, argv)
-    run_ranks("fsdp", [], world_size, tmp_path / "out", setup=setup, OMP_NUM_THREADS="1")
-    found = json.loads((tmp_path / "losses.json").read_text())
-    assert len(found) == NUM_STEPS
-    assert found == pytest.approx(expected, rel=1e-9)
+@pytest.mark.parametrize("argv", [(), ("--replicas", "2")])
+def test_100_steps_in_double_precision(tmp_path, argv):
+    words = ("--device", "cpu", "--max-steps", "100", "--global-batch-size", "11", "--optimizer", "adamw")
+    words += ("--lr-schedule", "constant", "--warmup-steps", "0")
+    single = train("single", tmp_path, 1, *words, setup=observe.compute_in_double)
+    run = train("fsdp", tmp_path, 4, *words, *argv, setup=compute_in_double)
+    assert {tensor.dtype for tensor in weights(run).values()} == {torch.float64}
+    assert losses(run) == pytest.approx(losses(single), rel=1e-6)  # logged in float32
+    assert largest_difference(weights(run), weights(single)) < 1e-9
 
 
 # ---- memory
