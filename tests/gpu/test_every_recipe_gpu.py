@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from recipes.common.data.shards import pack
 from tests.conftest import need_gpus, need_horovod, require
@@ -168,6 +169,24 @@ def test_shards_of_shards_in_four_ranks_on_one_gpu_equal_the_cpu(tmp_path, cpu):
 def test_dataparallel_on_every_gpu_equals_the_cpu(tmp_path, cpu):
     need_gpus(2)
     assert_same_run(train("dataparallel", tmp_path, 1, *STEPS, "--device", "cuda"), cpu)
+
+
+def require_bf16():
+    """Make this rank fail if a linear layer computes in another precision."""
+    forward = nn.Linear.forward
+
+    def checked(layer, inputs):
+        output = forward(layer, inputs)
+        assert output.dtype == torch.bfloat16
+        return output
+
+    nn.Linear.forward = checked
+
+
+def test_replicas_compute_in_the_precision_asked_for(tmp_path):
+    need_gpus(2)
+    words = ("--max-steps", "2", "--device", "cuda", "--amp", "bf16")
+    run_ranks("dataparallel", words_for(tmp_path, "run", *words), 1, tmp_path, setup=require_bf16)
 
 
 @pytest.mark.parametrize("flag", ["--sync-batchnorm", "--compile"])
