@@ -70,6 +70,13 @@ def read(run, name="config.json"):
     return json.loads((run / name).read_text())
 
 
+def lose_checkpoints(run):
+    """Leave of a run what a launch leaves that was killed before its first checkpoint."""
+    shutil.rmtree(run / "checkpoints")
+    for name in ("result.json", "has-checkpoints"):
+        (run / name).unlink()
+
+
 @contextlib.contextmanager
 def refused_and_left(run, words):
     """Assert that the block raises a UserError with these words (a pattern), and leaves the run as it is."""
@@ -162,6 +169,44 @@ def test_a_run_killed_before_its_first_checkpoint_has_its_name_resumes(tmp_path,
     assert len(losses(tmp_path / "a")) == 12
 
 
+def test_a_run_killed_within_its_first_checkpoint_begins_again(tmp_path, single, monkeypatch):
+    """That checkpoint follows no evaluation, so it has no other name."""
+    argv, replace = ("a", "--max-steps", "12", "--checkpoint-every", "8"), Path.replace
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", lambda path, to: 1 / 0 if to.name[:5] == "step-" else replace(path, to))
+        with pytest.raises(UserError, match="division by zero"):
+            single(*argv)
+    assert [path.name for path in (tmp_path / "a/checkpoints").iterdir()] == ["step-000000008.tmp"]
+    assert "no checkpoint yet: starting from step 0" in single(*argv, "--resume", "auto")
+    assert len(losses(tmp_path / "a")) == 12
+
+
+@pytest.mark.parametrize("flag", ["", "--start-from", "--weights"])
+def test_a_run_whose_checkpoints_are_gone_is_refused(run, single, tmp_path, flag):
+    """Its volume is not mounted, or old files were purged; what its first launch began from is there."""
+    argv = ("b", "--epochs", "2", *filter(None, (flag, flag and str(run))))
+    single(*argv)
+    other, resumed = tmp_path / "b", (*argv, "--resume", "auto")
+    (other / "result.json").unlink()
+    shutil.move(other / "checkpoints", tmp_path / "moved")
+    with refused_and_left(other, r"b has written checkpoints, and they are gone; put back .*--overwrite"):
+        single(*resumed)
+    (other / "checkpoints").mkdir()  # as of a mount
+    with refused_and_left(other, r"b has written checkpoints, and they are gone; "):
+        single(*resumed)
+    (other / "checkpoints").rmdir()
+    (other / "checkpoints").symlink_to(tmp_path / "moved")
+    assert f"resumed from {other}/checkpoints/step-{2 * EPOCH:09d}.pt at step {2 * EPOCH}" in single(*resumed)
+
+
+def test_a_link_to_checkpoints_that_leads_nowhere_is_named(run, single, tmp_path):
+    """Older versions have left no sign that the run has checkpoints; and nothing could be written there."""
+    lose_checkpoints(run)
+    (run / "checkpoints").symlink_to(tmp_path / "volume")
+    with refused_and_left(run, rf"a/checkpoints is a link to {tmp_path}/volume, which does not exist; put back "):
+        single("a", "--epochs", "2", "--resume", "auto")
+
+
 def test_a_complete_run_without_checkpoints_is_refused(run, single):
     shutil.rmtree(run / "checkpoints")
     with refused_and_left(run, r"a is complete, and its checkpoints are gone; .*--overwrite"):
@@ -191,14 +236,12 @@ def test_a_run_begun_from_another_is_never_begun_from_step_0(run, single, tmp_pa
     other = tmp_path / "b"
     whole = newest_checkpoint(other)
     for _ in range(2):
-        shutil.rmtree(other / "checkpoints")
-        (other / "result.json").unlink()
+        lose_checkpoints(other)
         lines = single("b", "--epochs", "2", "--resume", "auto")
         assert f"resumed from {run}/checkpoints/step-{EPOCH:09d}.pt at step {EPOCH}" in lines
         assert is_equal(newest_checkpoint(other)["model"], whole["model"])
         assert len(losses(other, after=EPOCH)) == EPOCH
-    shutil.rmtree(other / "checkpoints")
-    (other / "result.json").unlink()
+    lose_checkpoints(other)
     shutil.rmtree(run)
     with refused_and_left(other, r"b has no checkpoint, and .*a/checkpoints/step-.*, where it began, is gone; "):
         single("b", "--epochs", "2", "--resume", "auto")
@@ -253,8 +296,7 @@ def test_a_run_that_had_begun_from_another_does_not_begin_from_a_third(run, sing
     """A run without a checkpoint of its own begins again where it began, whatever is given now."""
     other = shutil.copytree(run, tmp_path / "other")
     single("b", "--start-from", str(run), "--epochs", "2")
-    shutil.rmtree(tmp_path / "b/checkpoints")
-    (tmp_path / "b/result.json").unlink()
+    lose_checkpoints(tmp_path / "b")
     lines = single("b", "--start-from", str(other), "--epochs", "2", "--resume", "auto")
     assert f"resumed from {run}/checkpoints/step-{EPOCH:09d}.pt at step {EPOCH}" in lines
 
@@ -296,7 +338,8 @@ def test_an_accepted_overwrite_leaves_nothing_of_the_old_run(run, single, tmp_pa
     single("a", "--max-steps", "24", "--overwrite", "--start-from", str(other))
     assert len(losses(run, after=EPOCH)) == 2
     assert [launch["step"] for launch in read(run)["launches"]] == [EPOCH]
-    assert sorted(os.listdir(run)) == ["checkpoints", "config.json", "metrics.jsonl", "result.json"]
+    files = ["config.json", "has-checkpoints", "metrics.jsonl", "result.json"]
+    assert sorted(os.listdir(run)) == ["checkpoints", *files]
     assert sorted(os.listdir(run / "checkpoints")) == ["best.pt", "step-000000024.pt"]
 
 
@@ -462,8 +505,7 @@ def test_a_name_that_does_not_exist_is_said_first(single, tmp_path):
 
 
 def test_a_run_without_a_checkpoint_says_that_it_begins_again(run, single):
-    shutil.rmtree(run / "checkpoints")
-    (run / "result.json").unlink()
+    lose_checkpoints(run)
     lines = single("a", "--max-steps", "1", "--resume", "auto")
     assert "no checkpoint yet: starting from step 0" in lines[:3]
 

@@ -361,15 +361,13 @@ def test_without_a_checkpoint_of_its_own_it_takes_the_weights_again(given, singl
     single("a", "--weights", str(given), *argv)
     run, whole = tmp_path / "a", newest_checkpoint(tmp_path / "a")
     for more in (("--weights", str(given)), (), ()):
-        shutil.rmtree(run / "checkpoints")
-        (run / "result.json").unlink()
+        test_resume.lose_checkpoints(run)
         lines = single("a", *argv, *more)
         assert f"took 10 of 10 tensors from {given}/checkpoints/best.pt" in lines
         assert is_equal(newest_checkpoint(run)["model"], whole["model"])
     launches = json.loads((run / "config.json").read_text())["launches"]
     assert [launch["weights"] for launch in launches] == [f"{given}/checkpoints/best.pt"] * 4
-    shutil.rmtree(run / "checkpoints")
-    (run / "result.json").unlink()
+    test_resume.lose_checkpoints(run)
     shutil.rmtree(given)
     with pytest.raises(UserError, match=r"a has no checkpoint, and .*best\.pt, where it began, is gone; "):
         single("a", *argv)

@@ -39,6 +39,8 @@ MUST_MATCH = (
 )
 """Options that a resumed run must share with the run that wrote the checkpoint."""
 
+HAS_CHECKPOINTS = "has-checkpoints"
+"""A file in a run's folder that stays if its checkpoints are lost: then the run is not begun again from step 0."""
 CHECKPOINT_NAME = re.compile(r"step-(\d{9})\.pt")
 SHARD_NAME = re.compile(r"step-\d{9}-\d{5,}-[0-9a-f]{8}\.shard")
 """A file of a sharded checkpoint (shard_files.py)."""
@@ -123,11 +125,18 @@ class _SummedFile:
 class CheckpointFolder:
     """The checkpoints of one run: step-000000123.pt, ..., and best.pt. Only rank 0 writes.
 
-    The newest `keep` are kept. `check_owner` raises UserError if another job has taken over the run.
+    The newest `keep` are kept. `check_owner` raises UserError if another job has taken over the run. `sign` is the
+    path of HAS_CHECKPOINTS, which is made once a checkpoint is written.
     """
 
-    def __init__(self, folder: Path, keep: int = 3, check_owner: Callable[[], None] = lambda: None) -> None:
-        self.folder, self.keep, self.check_owner = folder, keep, check_owner
+    def __init__(
+        self,
+        folder: Path,
+        keep: int = 3,
+        check_owner: Callable[[], None] = lambda: None,
+        sign: Path | None = None,
+    ) -> None:
+        self.folder, self.keep, self.check_owner, self.sign = folder, keep, check_owner, sign
         self._shards: dict[tuple[int, ...], set[str]] = {}
         """Names of shard files by the identity of the checkpoint that names them, which takes long to read."""
 
@@ -160,6 +169,8 @@ class CheckpointFolder:
                 _link(temporary, self.folder / "best.pt")  # first: a run that is killed here repeats these steps
             temporary.replace(path)
             sync_folder(self.folder)
+            if self.sign:
+                self.sign.touch()
             if "shards" in content:
                 self._shards[identity_of(path)] = shards_of(content)
         except (OSError, RuntimeError, MemoryError) as error:

@@ -8,6 +8,7 @@ hang-report.txt     if a rank did not answer; hang/ has the report of each rank:
 result.json         of a completed run: the values of its last line, and time, traffic and memory
 events.out.*        the metrics for TensorBoard
 checkpoints/        see checkpoint.py
+has-checkpoints     empty, of a run that has written a checkpoint: without one, it is not begun again
 slurm/              the output of each node, if Slurm started the job (not written here)
 
 The last launch in config.json owns the run. A job that finds another launch there stops and writes nothing more:
@@ -32,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipes.common.arguments import option_text
-from recipes.common.checkpoint.checkpoint import CheckpointFolder
+from recipes.common.checkpoint.checkpoint import HAS_CHECKPOINTS, CheckpointFolder
 from recipes.common.errors import UserError, as_user_error
 from recipes.common.folders import names_in, replace_text
 from recipes.common.options import Options
@@ -135,7 +136,8 @@ class Record:
 
     def __post_init__(self) -> None:
         keep = self.args.keep_checkpoints
-        self.checkpoints = CheckpointFolder(self.folder / "checkpoints", keep, self.check_owner)
+        sign = self.folder / HAS_CHECKPOINTS
+        self.checkpoints = CheckpointFolder(self.folder / "checkpoints", keep, self.check_owner, sign)
         self.progress = start_progress()
         self._id, self._written, self._seen = secrets.token_hex(8), "", (0, 0, 0)
         self._config, self._metrics = self.folder / "config.json", self.folder / "metrics.jsonl"

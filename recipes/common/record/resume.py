@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from recipes.common.checkpoint.checkpoint import FORMAT, CheckpointFolder, reason_of
+from recipes.common.checkpoint.checkpoint import FORMAT, HAS_CHECKPOINTS, CheckpointFolder, reason_of
 from recipes.common.checkpoint.reading import (
     BadCheckpointError,
     ShardCheck,
@@ -72,24 +72,45 @@ def _find_run(
         return None, None
     refresh_names(folder / "checkpoints")
     found = read_newest(CheckpointFolder(folder / "checkpoints"), True, check)
-    remedy = "choose another --name, or begin again from step 0 with --overwrite and --resume none"
-    if not found and "result.json" in names and not args.evaluate:
-        raise UserError(f"the run {folder} is complete, and its checkpoints are gone; {remedy}")
-    if not found and "config.json" in names:
-        # A run that began from another run's checkpoint or from weights, and has no checkpoint of its own yet,
-        # begins from them again, or from what is given now in place of weights.
-        last = read_config(folder / "config.json")["launches"][-1]
-        is_given = args.start_from or args.weights
-        begun_from = last["checkpoint"] or (None if is_given else last.get("weights"))
-        if begun_from:
-            try:
-                Path(begun_from).stat()  # not exists(), which takes any error for "no" from Python 3.14 on
-            except FileNotFoundError:
-                what = f"the run {folder} has no checkpoint, and {begun_from}, where it began, is gone"
-                raise UserError(f"{what}; {remedy}") from None
-            read = read_path if last["checkpoint"] else read_weights
-            found = read(Path(begun_from), check=check)
-    return folder, found
+    return folder, found or _find_beginning(args, folder, names, check)
+
+
+def _find_beginning(
+    args: Options, folder: Path, names: set[str], check: ShardCheck | None
+) -> tuple[Path, Content] | None:
+    """Return what a run without a checkpoint of its own begins from again; None if nothing, or what is given now.
+
+    It is another run's checkpoint or, unless others are given, weights. Raises UserError if this is gone, or if
+    the run has written a checkpoint.
+    """
+    path, what = folder / "checkpoints", ""
+    last: dict[str, Any] = {"checkpoint": None, "options": {}}
+    if "config.json" in names:
+        config = read_config(folder / "config.json")
+        last = {**config, **config["launches"][-1]}
+    is_given = args.start_from or args.weights
+    begun_from = last["checkpoint"] or (None if is_given else last.get("weights"))
+    if path.name in names and not _exists(path):
+        what = f"{path} is a link to {path.readlink()}, which does not exist"
+    elif "result.json" in names and not args.evaluate:
+        what = f"the run {folder} is complete, and its checkpoints are gone"
+    elif HAS_CHECKPOINTS in names:
+        what = f"the run {folder} has written checkpoints, and they are gone"
+    elif begun_from and not _exists(Path(begun_from)):
+        what = f"the run {folder} has no checkpoint, and {begun_from}, where it began, is gone"
+    if what:
+        fix = "put back what is gone, choose another --name, or begin again from step 0 with --overwrite"
+        raise UserError(f"{what}; {fix} and --resume none")
+    read = read_path if last["checkpoint"] else read_weights
+    return read(Path(begun_from), check=check) if begun_from else None
+
+
+def _exists(path: Path) -> bool:
+    try:
+        path.stat()  # not exists(), which takes any error for "no" from Python 3.14 on
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _newest_run(runs_dir: Path, recipe: str) -> Path | None:
