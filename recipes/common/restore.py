@@ -42,9 +42,9 @@ def restore(job: Job, content: dict[str, Any]) -> None:
     before = content.get("code", {})
     if changed := [name for name, own in job.code.items() if before.get(name, own) != own]:
         job.say(f"warning: code has changed since the checkpoint was written: {', '.join(sorted(changed))}")
-    if (best := content.get("best", job.best)) != job.best and job.position.best_score > -math.inf:
+    if job.position.best_score > -math.inf and (text := best_change(job, content)):
         job.position.best_score = -math.inf
-        job.say(f"warning: best.pt was the checkpoint of the {best}; from here on, it is that of the {job.best}")
+        job.say(f"warning: best.pt was {text}")
     job.throughput.add_earlier(**content.get("timed", {}))
     job.guard.skipped = content.get("skipped_steps", 0)
 
@@ -157,6 +157,16 @@ def class_change(before: Sequence[str] | None, now: Sequence[str] | None) -> str
     changed = ((number, old, new) for number, (old, new) in enumerate(pairs) if new != old)
     number, old, new = next(changed, (0, "", ""))
     return f"class {number} is {new!r} (was {old!r})" if new else ""
+
+
+def best_change(job: Job, content: dict[str, Any]) -> str:
+    """Return what best.pt was chosen by if scores do not compare with a checkpoint's, and what it is by now."""
+    if (best := content.get("best", job.best)) != job.best:
+        return f"the checkpoint of the {best}; from here on, it is that of the {job.best}"
+    now = job.data.fingerprints.get("the test set")
+    if content.get("data", {}).get("the test set", now) != now:
+        return "chosen on another test set; from here on, it is chosen on this one"
+    return ""
 
 
 def data_change_warning(before: dict[str, Any], now: dict[str, Any]) -> str:

@@ -764,6 +764,31 @@ def test_a_resume_begins_anew_to_choose_the_best_if_the_task_measures_it_otherwi
     assert text not in single("a", *OWN, "6", "--resume", "auto")
 
 
+def some_tests():
+    """Return TESTS test samples."""
+    images, labels = torch.zeros(64, 1, 8, 8), torch.arange(64) % 4
+    count = int(os.environ["TESTS"])
+    test = images[:count], labels[:count]
+    return {"train": (images, labels), "test": test, "target": "class", "num_classes": 4}
+
+
+@pytest.mark.parametrize(("tests", "best_step"), [("8", 2), ("9", 4)])
+def test_a_resume_begins_anew_to_choose_the_best_if_the_test_set_has_changed(
+    tmp_path, single, monkeypatch, tests, best_step
+):
+    scores = {2: 0.9, 4: 0.5, 6: 0.4}
+    monkeypatch.setattr(loop, "evaluate", lambda job, _: {"test_accuracy": scores[job.position.step]})
+    argv = ("a", "--data", "tests.unit.test_resume:some_tests", "--global-batch-size", "8", "--max-steps")
+    monkeypatch.setenv("TESTS", "8")
+    single(*argv, "2")
+    monkeypatch.setenv("TESTS", tests)
+    text = "warning: best.pt was chosen on another test set; from here on, it is chosen on this one"
+    assert (text in single(*argv, "4", "--resume", "auto")) == (best_step == 4)
+    assert text not in single(*argv, "6", "--resume", "auto")
+    assert torch.load(tmp_path / "a/checkpoints/best.pt", weights_only=True)["position"]["step"] == best_step
+    assert read(tmp_path / "a", "result.json")["best_test_accuracy"] == scores[best_step]
+
+
 def test_a_complete_run_stays_as_it_is_although_its_data_have_shrunk(tmp_path, single, monkeypatch):
     """Its steps are now more epochs than it has counted, and it must not go on to count them."""
     argv = ("a", "--data", "tests.unit.test_resume:growing", "--global-batch-size", "8", "--max-steps", "20")
