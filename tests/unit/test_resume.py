@@ -545,6 +545,22 @@ def test_without_a_name_the_newest_run_of_the_recipe_goes_on(run, single, tmp_pa
         assert is_equal(weights(tmp_path / "runs" / name), weights(run))
 
 
+def test_without_a_name_a_training_and_an_evaluation_pass_each_other_over(run, single, tmp_path):
+    """README's own flow is to train, stop, evaluate, and train on."""
+    evaluation = ("--weights", str(run), "--evaluate")
+    single("z", *evaluation)
+    lines = single(None, "--max-steps", "23", "--resume", "auto")
+    assert f"resumed from {run}/checkpoints/step-{EPOCH:09d}.pt at step {EPOCH}" in lines
+    lines = single(None, *evaluation, "--resume", "auto")
+    assert lines[0].startswith(f"run {tmp_path}/z ")
+    with refused_and_left(tmp_path / "z", r"z is a run that only evaluates; choose another --name"):
+        single("z", "--resume", "auto")
+    (tmp_path / "b").mkdir()
+    shutil.copy(run / "config.json", tmp_path / "b")  # as before its first checkpoint
+    with refused_and_left(tmp_path / "b", r"b is a run that trains; choose another --name"):
+        single("b", *evaluation, "--resume", "auto")
+
+
 @pytest.mark.parametrize("text", DAMAGED_CONFIGS)
 def test_a_config_that_cannot_be_judged_is_not_passed_over_silently(run, single, capsys, tmp_path, text):
     (tmp_path / "b").mkdir()

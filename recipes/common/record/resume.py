@@ -63,7 +63,7 @@ def _find_run(
 ) -> tuple[Path | None, tuple[Path, Content] | None]:
     """Return the run of --resume auto, and its newest good checkpoint, or else what it began from."""
     refresh_names(args.runs_dir)
-    folder = args.runs_dir / args.name if args.name else _newest_run(args.runs_dir, recipe)
+    folder = args.runs_dir / args.name if args.name else _newest_run(args, recipe)
     if not folder:
         return None, None
     refresh_names(folder)
@@ -88,6 +88,9 @@ def _find_beginning(
     if "config.json" in names:
         config = read_config(folder / "config.json")
         last = {**config, **config["launches"][-1]}
+        if _evaluates(last) != args.evaluate:
+            kind = "trains" if args.evaluate else "only evaluates"
+            raise UserError(f"{folder} is a run that {kind}; choose another --name")
     is_given = args.start_from or args.weights
     begun_from = last["checkpoint"] or (None if is_given else last.get("weights"))
     if path.name in names and not _exists(path):
@@ -113,11 +116,18 @@ def _exists(path: Path) -> bool:
     return True
 
 
-def _newest_run(runs_dir: Path, recipe: str) -> Path | None:
-    """Return the run that this recipe launched last, whatever its name; None if there is none."""
+def _evaluates(launch: dict[str, Any]) -> bool:
+    return bool(launch["options"].get("evaluate"))  # older versions have no --evaluate
+
+
+def _newest_run(args: Options, recipe: str) -> Path | None:
+    """Return the run that this recipe launched last, whatever its name; None if there is none.
+
+    It is one that only evaluates if this launch does.
+    """
     launched = []
-    for name in names_in(runs_dir):
-        path = runs_dir / name / "config.json"
+    for name in names_in(args.runs_dir):
+        path = args.runs_dir / name / "config.json"
         try:
             config, time_ns = read_config(path), path.stat().st_mtime_ns  # each launch writes it
         except (FileNotFoundError, NotADirectoryError):
@@ -126,7 +136,7 @@ def _newest_run(runs_dir: Path, recipe: str) -> Path | None:
             print(f"warning: skipped a run in the search for the newest one: {error}", file=sys.stderr, flush=True)
             continue
         last = {**config, **config["launches"][-1]}
-        if last["recipe"] == recipe:
+        if last["recipe"] == recipe and _evaluates(last) == args.evaluate:
             launched.append((datetime.fromisoformat(last["time"]), time_ns, path.parent))
     return max(launched)[2] if launched else None
 
