@@ -425,16 +425,21 @@ class TestRecord:
             self.open(tmp_path / "file" / "runs")
 
     def test_tensorboard_events_hold_the_same_numbers(self, tmp_path):
-        """A launch that resumes from step 1 takes the later ones back."""
+        """A launch that begins again, from step 0 or 1, takes the later ones back."""
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-        for begun, steps, kept in ((0, (1, 2, 3), (1, 2, 3)), (1, (2,), (1, 2))):
-            args = options(["--runs-dir", str(tmp_path), "--name", "a", *["--resume", "auto"] * begun])
+        for resume, begun, steps, kept in (
+            ("none", 0, (1, 2, 3), (1, 2, 3)),
+            ("auto", 0, (1, 2), (1, 2)),
+            ("auto", 1, (2,), (1, 2)),
+        ):
+            args = options(["--runs-dir", str(tmp_path), "--name", "a", "--resume", resume])
             record, _ = open_run(args, "single", [Place("a", "CPU, 1 thread a process")])
             record.begin(begun, total_steps=100, is_complete=False)
             for step in steps:
                 self.log(record, step, step / 2)
-            record.checkpoints.write(pack(args, Position(step=1), {}, {}, {}))
+            if resume == "auto":
+                record.checkpoints.write(pack(args, Position(step=1), {}, {}, {}))
             record.close()
             events = EventAccumulator(str(record.folder)).Reload()
             assert [(event.step, event.value) for event in events.Scalars("loss")] == [(i, i / 2) for i in kept]

@@ -262,7 +262,7 @@ class Record:
             from torch.utils.tensorboard import SummaryWriter  # only rank 0 pays for this import
 
             _silence_thread_of_events()
-            self._events = SummaryWriter(str(self.folder), purge_step=step + 1 if step else None)
+            self._events = SummaryWriter(str(self.folder), purge_step=None if self.is_new else step + 1)
 
     def _say_launch(self, config: dict[str, Any], step: int) -> None:
         """Print what this launch resumes from, and where it runs."""
