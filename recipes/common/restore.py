@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from recipes.common.checkpoint.checkpoint import Position
@@ -57,7 +58,7 @@ def fit_weights(job: Job, content: dict[str, Any] | None) -> dict[str, Any] | No
     """Return only weights as a checkpoint's `model` that fits --model; return any other content unchanged.
 
     A model on the CPU loads them, so that it translates the names of its older versions itself, and what does not
-    fit keeps the initial values of --seed. Raises UserError if no parameter fits.
+    fit keeps the initial values of --seed. Raises UserError if no parameter fits, or one is quantized.
     """
     if content is None or "position" in content:
         return content
@@ -67,6 +68,9 @@ def fit_weights(job: Job, content: dict[str, Any] | None) -> dict[str, Any] | No
     for prefix in WRAPPERS:
         if not own.keys() & state.keys():
             consume_prefix_in_state_dict_if_present(state, prefix)
+    if name := next((name for name in own if is_quantized(own[name], state.get(name))), ""):
+        what = f"{name} is quantized ({state[name].dtype}); dequantize the weights first"
+        raise UserError(f"--weights {path}: {what}")
     shapes, saved = ({name: tuple(getattr(v, "shape", ())) for name, v in d.items()} for d in (own, state))
     reshaped = [name for name in own if name in state and shapes[name] != saved[name]]
     for name in reshaped:
@@ -91,6 +95,15 @@ def fit_weights(job: Job, content: dict[str, Any] | None) -> dict[str, Any] | No
     if changed := class_change(content.get("classes"), job.data.fingerprints.get("classes")):
         text += f"\nwarning: {path} was trained on other classes: {changed}"
     return {"model": model.state_dict(), "optimizer": {"state": {}}, "taken": text}
+
+
+def is_quantized(own: Any, saved: Any) -> bool:
+    """Return whether a parameter was saved as int8, float8 or the like, whose scales have other names."""
+    if not (isinstance(own, Parameter) and own.is_floating_point() and own.itemsize > 1):
+        return False
+    if not isinstance(saved, Tensor) or saved.is_complex():
+        return False
+    return saved.itemsize == 1 or not saved.is_floating_point()
 
 
 def check_shapes(job: Job, state: dict[str, Any]) -> None:

@@ -266,6 +266,27 @@ def test_what_holds_no_weights_of_the_model_is_refused_in_one_line(single, tmp_p
     assert not (tmp_path / "a").exists()
 
 
+QUANTIZED = {
+    "fp8": lambda weight: (weight.to(torch.float8_e4m3fn), "weight_scale_inv"),
+    "int8": lambda weight: ((weight * 127).to(torch.int8), "SCB"),
+    "nf4": lambda weight: (torch.zeros(weight.numel() // 2, 1, dtype=torch.uint8), "absmax"),
+}
+
+
+@pytest.mark.parametrize("form", QUANTIZED)
+def test_quantized_weights_are_refused(given, single, tmp_path, form):
+    """Their scales are tensors of other names; without these, the values are a thousand times too large."""
+    state = {name: value.contiguous() for name, value in weights(given).items()}
+    state["classifier.4.weight"], scale = QUANTIZED[form](state["classifier.4.weight"])
+    state[f"classifier.4.{scale}"] = torch.ones(1)
+    save_file(state, tmp_path / "model.safetensors")
+    what = rf"classifier\.4\.weight is quantized \({state['classifier.4.weight'].dtype}\); dequantize the weights"
+    for path in (saved(tmp_path, {"model": state}), str(tmp_path)):
+        with pytest.raises(UserError, match=rf"^--weights {path}.*: {what}"):
+            single("a", "--weights", path, "--evaluate")
+    assert not (tmp_path / "a").exists()
+
+
 def test_a_missing_file_is_named_with_what_to_give(single, tmp_path):
     with pytest.raises(UserError, match=r"--weights .*none\.pt: no such file; give a file of torch\.save"):
         single("a", "--weights", str(tmp_path / "none.pt"))
