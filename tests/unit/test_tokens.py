@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from recipes.common.data import load_data
-from recipes.common.data.tokens import HEADER_BYTES
+from recipes.common.data.tokens import FINGERPRINT_WINDOWS, HEADER_BYTES, PROBE_BYTES
 from recipes.common.errors import UserError
 from recipes.single.train import options
 from tests.conftest import refused
@@ -168,12 +168,28 @@ def test_a_file_that_fails_later_ends_the_run(folder, workers):
 
 
 def test_the_fingerprint_tells_files_apart(folder):
+    tokens = list(range(PROBE_BYTES // 2 + 7))
+    write(folder / "train.bin", tokens)
     before = load(folder).train.fingerprint()
     assert load(folder).train.fingerprint() == before
-    write(folder / "train.bin", [*range(14), 99])  # of the rest, which no window has
+    write(folder / "train.bin", [*tokens[:-1], 99])  # of the rest, which no window has
     assert load(folder).train.fingerprint() == before
-    write(folder / "train.bin", [1, *range(1, 15)])
+    write(folder / "train.bin", [1, *tokens[1:]])
     assert load(folder).train.fingerprint() != before
+
+
+def test_the_fingerprint_notices_each_replaced_file(folder):
+    """Files of llm.c all have one size, and there are more of them than windows in the digest."""
+    paths = [folder / f"train_{number:03d}.bin" for number in range(3 * FINGERPRINT_WINDOWS)]
+    for number, path in enumerate(paths):
+        write(path, range(number, number + 15), magic=20240520)
+    before = load(folder).train.fingerprint()
+    for path in paths[1::17]:
+        kept = path.read_bytes()
+        write(path, range(10_000, 10_015), magic=20240520)
+        assert load(folder).train.fingerprint() != before, path.name
+        path.write_bytes(kept)
+    assert load(folder).train.fingerprint() == before
 
 
 def test_the_vocabulary_of_other_data_is_their_own():

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from isal import isal_zlib
 from torch.utils.data import Dataset
 
 from recipes.common.data.file_pool import FilePool
@@ -39,12 +40,12 @@ MARKS = {20240520: 2, 20240801: 4}
 """The first number of a header (GPT-2's and Llama 3's tokens): the bytes of each token. The third counts them."""
 
 PROBE_BYTES = 2**14
-"""The first bytes of a file, which show if its tokens are wider than expected."""
+"""The first bytes of a file show if its tokens are wider than expected, and go into its split's digest."""
 MIN_PROBED = 8
 """Fewer different tokens show nothing: one, and zeros as padding, may be right."""
 
 FINGERPRINT_WINDOWS = 64
-"""Up to this many windows of a split, evenly spaced, go into its digest."""
+"""Up to this many windows of a split, evenly spaced, go into its digest, too."""
 
 
 class TokenFile(NamedTuple):
@@ -56,6 +57,8 @@ class TokenFile(NamedTuple):
     num_tokens: int
     width: int
     """Bytes of a token."""
+    checksum: int
+    """The CRC-32 of its first bytes."""
 
     def read(self, files: FilePool, start: int, count: int) -> np.ndarray:
         """Return `count` tokens from `start` on, int64; raises OSError if they cannot be read, or ValueError."""
@@ -84,7 +87,7 @@ def inspect_file(path: Path, width: int) -> TokenFile:
     if size != offset + count * width:
         what = f"{path} has {size} bytes, which are not {count} tokens of {width} bytes each"
         raise UserError(f"--data tokens: {what}; copy it again, or give the --vocab-size that it was written for")
-    return TokenFile(str(path), offset, count, width)
+    return TokenFile(str(path), offset, count, width, isal_zlib.crc32(start))
 
 
 def find_width(content: bytes, width: int) -> int:
@@ -134,13 +137,13 @@ class TokenWindows(Dataset[Sample]):
         return Sample(window[:-1], window[1:], fault)
 
     def fingerprint(self) -> str:
-        """Return a string that identifies the windows: their number, and a digest of the files' sizes and of some.
+        """Return a string that identifies the windows: their number, and a digest of each file's size and start.
 
-        Raises UserError if one of these cannot be read.
+        Some windows go into the digest, too: raises UserError if one of these cannot be read.
         """
         inputs = [sample.input for sample in read_evenly(self, FINGERPRINT_WINDOWS)]
-        counts = torch.tensor([file.num_tokens for file in self.files])
-        return f"{len(self)} windows with digest {digest(counts, *inputs):08x}"
+        files = torch.tensor([(file.num_tokens, file.checksum) for file in self.files])
+        return f"{len(self)} windows with digest {digest(files, *inputs):08x}"
 
 
 def load_tokens(args: Options, device: torch.device, on_fault: Callable[[UserError], None]) -> Data:
