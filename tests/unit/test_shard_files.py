@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -292,9 +293,9 @@ def test_a_checkpoint_is_read_once_for_the_names_of_its_files(folder, monkeypatc
     assert len(shards(folder)) == 3 * RANKS
     again = CheckpointFolder(folder.folder, keep=2)  # as after a resume
     write(again, 60)
-    assert sorted(read) == ["best.pt", "step-000000050.pt"]
+    assert sorted(read) == ["best.pt", "step-000000040.pt", "step-000000050.pt"]
     write(again, 70)
-    assert len(read) == 2
+    assert len(read) == 3
     assert len(shards(folder)) == 3 * RANKS
 
 
@@ -429,6 +430,37 @@ def test_a_kill_before_step_n_pt_leaves_the_one_before_and_the_next_write_clears
     assert len(shards(folder)) == 2 * RANKS
 
 
+def test_what_a_kill_has_left_makes_room_before_the_first_write(folder):
+    """With a quota, it may be the reason why there is no next checkpoint that could remove it."""
+    found, used = [], shards(folder)
+    left = folder.folder / "step-000000030-00001-0123abcd.shard"
+    left.write_bytes(b"cut")
+
+    def look(sharded, content):
+        write_part = sharded._write_part
+        sharded._write_part = lambda *args: found.append(left.exists()) or write_part(*args)
+
+    write(folder, 30, spoil=look)
+    assert found == [False]
+    assert set(used) - set(shards(folder)) == set(used[:RANKS]), "those of step 10, after step 30 was written"
+
+
+def test_an_older_job_removes_nothing(folder, monkeypatch):
+    left = folder.folder / "step-000000030-00001-0123abcd.shard"
+    left.write_bytes(b"a newer job writes it")
+    before = files(folder.folder)
+    monkeypatch.setattr(folder, "check_owner", Mock(side_effect=UserError("another job has taken over")))
+    assert [str(error) for error in write(folder, 30)] == ["another job has taken over"] * RANKS
+    assert files(folder.folder) == before
+
+
+def test_what_a_rank_writes_first_is_not_taken_for_a_leftover(folder, monkeypatch):
+    """Rank 0 may be late: the others wait for it before their first file."""
+    remove = folder.remove_old
+    monkeypatch.setattr(folder, "remove_old", lambda: time.sleep(0.5) or remove())
+    assert write(folder, 30) == [folder.folder / "step-000000030.pt"] * RANKS
+
+
 def test_the_oldest_go_with_their_files_and_the_best_keeps_its_own(folder):
     write(folder, 30, is_best=True)
     for step in (40, 50, 60):
@@ -496,7 +528,8 @@ def test_a_newer_job_that_clears_the_shard_files_is_named(folder, monkeypatch):
             path.unlink(missing_ok=True)
 
     monkeypatch.setattr(shard_files, "sync_folder", clear)
-    monkeypatch.setattr(folder, "check_owner", Mock(side_effect=UserError("another job has taken over")))
+    takes_over = Mock(side_effect=[None, UserError("another job has taken over")])  # while the files are written
+    monkeypatch.setattr(folder, "check_owner", takes_over)
     assert [str(error) for error in write(folder, 30)] == ["another job has taken over"] * RANKS
     assert [path.name for path in folder.paths()] == ["step-000000020.pt", "step-000000010.pt"]
 

@@ -175,7 +175,7 @@ class CheckpointFolder:
                 self._shards[identity_of(path)] = shards_of(content)
         except (OSError, RuntimeError, MemoryError) as error:
             raise self.write_error(path, temporary, error) from error
-        self._remove_old()
+        self.remove_old()
         return path
 
     def write_error(self, path: Path, temporary: Path | None, error: BaseException) -> UserError:
@@ -189,7 +189,8 @@ class CheckpointFolder:
             left = f"those in {self.folder} are as they were"
         return UserError(f"cannot write {path}: {reason_of(error)}; {left}: fix this, then add --resume auto")
 
-    def _remove_old(self) -> None:
+    def remove_old(self) -> None:
+        """Remove the oldest checkpoints, and what interrupted ones have left; if that fails, print a warning."""
         try:
             for old in self.paths()[self.keep :]:
                 old.unlink(missing_ok=True)

@@ -237,7 +237,7 @@ class ShardedFolder:
     """
 
     def __init__(self, folder: CheckpointFolder, peers: Peers) -> None:
-        self.folder, self.peers = folder, peers
+        self.folder, self.peers, self._is_cleared = folder, peers, False
 
     def write(self, content: dict[str, Any], is_best: bool = False) -> Path:
         """Write this rank's part, wait for the others', and let rank 0 complete the checkpoint with step-N.pt.
@@ -247,6 +247,10 @@ class ShardedFolder:
 
         Raises UserError on all ranks if one of them failed; earlier checkpoints are unchanged.
         """
+        if not self._is_cleared:
+            # Sharding: rank 0 sends whether the others may write their first files, a few bytes a rank.
+            raise_first(self.peers.gather_objects(self._clear()))
+            self._is_cleared = True
         content = dict(content)
         parts, step = content.pop("parts"), content["position"]["step"]
         path = self.folder.folder / f"step-{step:09d}-{self.peers.rank:05d}-{secrets.token_hex(4)}.shard"
@@ -269,6 +273,19 @@ class ShardedFolder:
         # Sharding: rank 0 sends whether the checkpoint is complete. No rank begins another one before that.
         raise_first(self.peers.gather_objects(commit))
         return self.folder.folder / f"step-{step:09d}.pt"
+
+    def _clear(self) -> UserError | None:
+        """On rank 0, remove what an interrupted checkpoint has left; return the error if the run is another job's.
+
+        It may be what a quota has no room for, so that no write would succeed and remove it.
+        """
+        try:
+            if self.peers.rank == 0:
+                self.folder.check_owner()
+                self.folder.remove_old()
+        except UserError as error:
+            return error
+        return None
 
     def _write_part(self, path: Path, parts: list[Tensor]) -> dict[str, Any] | None:
         """Write tensors to a new file and flush it; return its name, size and checksum, None without tensors."""
