@@ -62,6 +62,22 @@ def replace_text(path: Path, text: str, flush: bool = False) -> None:
         raise
 
 
+NO_FLUSH_ERRORS = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of file systems that cannot flush folders, such as AFS, VirtualBox's, and some of FUSE and SMB."""
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder, so that a rename in it survives a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in NO_FLUSH_ERRORS:
+            raise
+    finally:
+        os.close(handle)
+
+
 def open_own(folder: Path) -> int:
     """Open a folder; raises OSError if it is a link, is not this user's, or others can write to it."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -272,6 +273,23 @@ def test_an_index_that_cannot_be_written_is_none(images, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         packed(images, tmp_path / "out")
     assert not (tmp_path / "out" / INDEX).exists()
+
+
+def test_all_shards_are_on_the_disk_before_the_index_names_them(images, tmp_path, monkeypatch):
+    """After a power cut, the index counts as a sign that they are whole."""
+    seen, fsync = [], os.fsync
+
+    def watch(handle):
+        path = Path(f"/proc/self/fd/{handle}").readlink()
+        seen.append((path.name, path.stat().st_size))
+        return fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", watch)
+    packed(images, tmp_path / "out")
+    tars = sorted((path.name, path.stat().st_size) for path in (tmp_path / "out").glob("*.tar"))
+    assert len(tars) > 2
+    assert sorted(seen[:-2]) == tars, "whole, with their ends"
+    assert [name for name, _ in seen[-2:]] == [f".{INDEX}", "out"]
 
 
 def test_the_command_packs_and_refuses(images, tmp_path, capsys, monkeypatch):

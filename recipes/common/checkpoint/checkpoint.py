@@ -27,7 +27,7 @@ import torch
 from isal import isal_zlib
 
 from recipes.common.errors import UserError
-from recipes.common.folders import names_in
+from recipes.common.folders import names_in, sync_folder
 from recipes.common.options import Options
 from recipes.common.process.entry import CHECKPOINT_THREAD
 from recipes.common.world.tree import map_tree
@@ -321,22 +321,6 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return "out of memory"
     return str(error).strip().split("\n")[0]
-
-
-NO_FLUSH_ERRORS = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Errors of file systems that cannot flush folders, such as AFS, VirtualBox's, and some of FUSE and SMB."""
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush a folder, so that a rename in it survives a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in NO_FLUSH_ERRORS:
-            raise
-    finally:
-        os.close(handle)
 
 
 def _link(path: Path, target: Path) -> None:

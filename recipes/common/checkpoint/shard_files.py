@@ -31,11 +31,11 @@ import torch
 from isal import isal_zlib
 from torch import Tensor
 
-from recipes.common.checkpoint.checkpoint import CheckpointFolder, reason_of, sync_folder
+from recipes.common.checkpoint.checkpoint import CheckpointFolder, reason_of
 from recipes.common.checkpoint.reading import BadCheckpointError, ShardCheck, check_shards
 from recipes.common.data.file_pool import FilePool
 from recipes.common.errors import UserError
-from recipes.common.folders import names_in, refresh_names
+from recipes.common.folders import names_in, refresh_names, sync_folder
 from recipes.common.process.threads import begin_in_threads
 from recipes.common.world.agreement import raise_first
 from recipes.common.world.peers import Peers

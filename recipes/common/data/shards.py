@@ -40,7 +40,7 @@ from recipes.common.data.splits import Data, digest
 from recipes.common.data.stores import PART_BYTES, Store, begin_read, open_store, printable
 from recipes.common.data.workers import Keys, Sample
 from recipes.common.errors import UserError, as_user_error
-from recipes.common.folders import check_file
+from recipes.common.folders import check_file, sync_folder
 from recipes.common.options import Options
 from recipes.common.seeding import permutation
 
@@ -332,7 +332,9 @@ def pack(source: Path, folder: Path, shard_bytes: int) -> Iterator[tuple[str, in
                     add(tar, key + Path(path).suffix.lower(), content)
                     add(tar, f"{key}.cls", str(label).encode())
                     rows[index] = len(shards), offset, len(content), isal_zlib.crc32(content), label
-            shards[name] = (folder / name).stat().st_size
+            with open(folder / name, "rb") as file:
+                os.fsync(file.fileno())  # the index, which is flushed last, says that all shards are whole
+                shards[name] = file.seek(0, 2)
             yield name, len(rows) - first
         for number, (name, kind) in enumerate(FIELDS.items()):
             arrays[f"{split}_{name}"] = np.array([rows[index][number] for index in range(len(samples))], kind)
@@ -349,6 +351,7 @@ def write_index(folder: Path, about: dict[str, Any], arrays: dict[str, Any]) -> 
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(folder / INDEX)
+    sync_folder(folder)
 
 
 def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
