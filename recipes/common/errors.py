@@ -11,6 +11,9 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a disk or a quota without room."""
+
 
 class UserError(ValueError):
     """An error that the user can fix; the message says in one line what is wrong and how to fix it.
@@ -41,7 +44,7 @@ def as_user_error(verb: str, path: object) -> Iterator[None]:
             hint = f"; give it to {user}, or name another one"
         elif error.errno == errno.EROFS:
             hint = "; make it writable, or name another one"
-        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+        elif error.errno in FULL:
             hint = "; free some space"
         raise UserError(f"cannot {verb} {error.filename or path}: {error.strerror or error}{hint}") from None
 

@@ -14,6 +14,7 @@ import sys
 import time
 import zipfile
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -510,8 +511,56 @@ def test_a_cache_that_cannot_be_kept_is_refused(shards, tmp_path, monkeypatch):
                 load(url, "--cache-dir", str(tmp_path / "cache"))
         data = load(url, "--cache-dir", str(tmp_path / "cache"))
 
-        monkeypatch.setattr(os, "pwrite", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+        monkeypatch.setattr(os, "pwrite", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
         assert "--cache-dir cannot use " in one_error(data)
+
+
+def test_what_the_cache_has_of_other_shards_needs_room_again(shards, tmp_path, monkeypatch):
+    """As after the images were packed again, into larger shards; a file of the same name is overwritten."""
+    flags = ("--cache-dir", str(tmp_path))
+    with serve(shards) as (url, _):
+        load(url, *flags)
+        [folder] = tmp_path.iterdir()
+        large, other = bytes(10**6), folder / "train-000099.tar"
+        sizes = [path.stat().st_size for path in shards.glob("*.tar")]
+        (folder / "train-000000.tar").write_bytes(large)
+        other.write_bytes(large)
+        needed = sum(sizes) - (shards / "train-000000.tar").stat().st_size
+        for free, fits in ((needed, True), (needed - 1, False)):
+            monkeypatch.setattr(shutil, "disk_usage", Mock(return_value=SimpleNamespace(free=free)))
+            with nullcontext() if fits else pytest.raises(UserError, match="GB more, and its disk has"):
+                load(url, *flags)
+
+
+@pytest.mark.parametrize("call", ["pwrite", "open"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_cache_whose_disk_fills_up_costs_time_and_no_run(shards, tmp_path, monkeypatch, capfd, call, number):
+    """Other jobs may fill it. What was read is in memory anyway, and one line a node says what it costs."""
+    call_system = getattr(os, call)
+
+    def fail(*values, dir_fd=None, **more):
+        if call == "open" and dir_fd is None:
+            return call_system(*values, **more)
+        raise OSError(number, os.strerror(number))
+
+    with serve(shards) as (url, counts):
+        data, local = load(url, "--cache-dir", str(tmp_path)), load(shards)
+        [folder] = tmp_path.iterdir()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, fail)
+            assert_equal(data.train, local.train)
+            before = counts.requests
+            assert_equal(data.train, local.train)
+        assert counts.requests - before == requests_for(data.train, 2), "each epoch reads all again"
+        [warning] = re.findall("warning: .*\n", capfd.readouterr().err)
+        what = (
+            rf"warning: --cache-dir cannot use {re.escape(str(folder))}/train-00000\d\.tar: {os.strerror(number)}"
+        )
+        assert re.fullmatch(f"{what}; each epoch reads what the cache lacks from the server\n", warning)
+        assert_equal(data.train, local.train)
+        before = counts.requests
+        assert_equal(data.train, local.train)
+        assert counts.requests == before, "with room again, the cache keeps them"
 
 
 def test_a_cache_that_others_can_write_is_refused(shards, tmp_path, monkeypatch):

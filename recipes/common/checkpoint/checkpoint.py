@@ -9,7 +9,6 @@ seeding.py.
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import re
@@ -26,7 +25,7 @@ from typing import Any, BinaryIO
 import torch
 from isal import isal_zlib
 
-from recipes.common.errors import UserError
+from recipes.common.errors import FULL, UserError
 from recipes.common.folders import names_in, sync_folder
 from recipes.common.options import Options
 from recipes.common.process.entry import CHECKPOINT_THREAD
@@ -315,7 +314,7 @@ def reason_of(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno is not None:
-            hint = " (free some space)" if cause.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            hint = " (free some space)" if cause.errno in FULL else ""
             return f"{cause.strerror}{hint}"
         cause = cause.__cause__ or cause.__context__
     if isinstance(error, MemoryError):

@@ -10,12 +10,15 @@ import contextlib
 import errno
 import os
 import shutil
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from torch.utils.data import get_worker_info
+
 from recipes.common.data.stores import Store
-from recipes.common.errors import UserError
+from recipes.common.errors import FULL, UserError
 from recipes.common.folders import open_own
 
 
@@ -23,22 +26,38 @@ class Cache:
     """Copies of a server's files in a folder; what is not there yet is read from the server."""
 
     def __init__(self, store: Store, folder: Path) -> None:
-        self.store, self.folder = store, folder
+        self.store, self.folder, self.has_warned = store, folder, False
 
     def look(self, name: str, start: int, end: int) -> bytes:
         """Return what a file's copy has from start to before end; raises OSError if the cache cannot be used."""
-        with self._open(name) as file:
+        with self._unless_full(), self._open(name) as file:
             return b"" if is_hole(file, start) else os.pread(file, end - start, start)
+        return b""
 
     def read(
         self, name: str, start: int, end: int, is_packed: Callable[[memoryview], bool] = lambda content: True
     ) -> memoryview:
-        """Return the bytes from Store.read(), and keep them; raises OSError if either fails."""
+        """Return the bytes from Store.read(), and keep them if there is room; raises OSError if either fails."""
         content = self.store.read(name, start, end, is_packed)
-        with self._open(name) as file:
+        with self._unless_full(), self._open(name) as file:
             if os.pwrite(file, content, start) < len(content):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return content
+
+    @contextlib.contextmanager
+    def _unless_full(self) -> Iterator[None]:
+        """Go on without the cache if its disk is full, which other jobs may cause; one process a node says so."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            worker = get_worker_info()
+            is_first = os.environ.get("LOCAL_RANK", "0") == "0" and not (worker and worker.id)
+            if is_first and not self.has_warned:
+                self.has_warned = True
+                cost = "each epoch reads what the cache lacks from the server"
+                print(f"warning: {error.strerror}; {cost}", file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def _open(self, name: str) -> Iterator[int]:
@@ -76,7 +95,9 @@ def open_cache(store: Store, cache_dir: Path, shards: dict[str, int]) -> Cache:
     try:
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         os.close(open_own(folder))
-        missing = sum(shards.values()) - sum(path.stat().st_blocks * 512 for path in folder.iterdir())
+        # Of a file of other shards, which were here before these were packed, what is overwritten needs no room.
+        kept = sum(min(path.stat().st_blocks * 512, shards.get(path.name, 0)) for path in folder.iterdir())
+        missing = sum(shards.values()) - kept
         free = shutil.disk_usage(folder).free
     except OSError as error:
         fix = "give a folder on a disk of the node that only this user can write to"
