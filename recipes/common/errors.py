@@ -21,15 +21,50 @@ class UserError(ValueError):
     Args:
         on_every_node: rank 0 may not have this error, so the first rank of each node that has it prints it.
         on_one_rank: only this rank has this error: it prints it and ends without the others.
+        is_passing: another launch may not have this error, so that the engine may start one.
     """
 
     status = 2
-    """Exit status of a process that ends with this error."""
+    """Exit status of a process that ends with this error: 2, which no engine restarts, or 1."""
 
-    def __init__(self, message: str, on_every_node: bool = False, on_one_rank: bool = False) -> None:
+    def __init__(
+        self, message: str, on_every_node: bool = False, on_one_rank: bool = False, is_passing: bool = False
+    ) -> None:
         super().__init__(message)
         self.on_every_node = on_every_node
         self.on_one_rank = on_one_rank
+        if is_passing:
+            self.status = 1
+
+
+class RefusedError(OSError):
+    """A failed read that would fail again: an answer of a server, a wrong checksum."""
+
+
+LASTING = frozenset(
+    {
+        *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG, errno.EINVAL),
+        *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.EMFILE, *FULL),
+        *(errno.ENOSYS, errno.EOPNOTSUPP, errno.ENXIO, errno.ENODEV),
+        *(errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EBADMSG)),  # damage that ext4, XFS and Btrfs find
+    }
+)
+"""Errors of a read or write that somebody has to fix first."""
+
+
+def os_error_of(error: BaseException | None) -> OSError | None:
+    """Return the system's error behind a failed read or write, which torch may have wrapped, if there is one."""
+    while error is not None and not (isinstance(error, OSError) and error.errno is not None):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether a read or write that failed may succeed in another launch, as after a file server's restart."""
+    found = os_error_of(error)
+    if not found:
+        return isinstance(error, MemoryError) or "can't allocate memory" in str(error)  # torch's own
+    return not isinstance(found, RefusedError) and found.errno not in LASTING
 
 
 @contextlib.contextmanager
@@ -46,7 +81,8 @@ def as_user_error(verb: str, path: object) -> Iterator[None]:
             hint = "; make it writable, or name another one"
         elif error.errno in FULL:
             hint = "; free some space"
-        raise UserError(f"cannot {verb} {error.filename or path}: {error.strerror or error}{hint}") from None
+        what = f"cannot {verb} {error.filename or path}: {error.strerror or error}{hint}"
+        raise UserError(what, is_passing=may_pass(error)) from None
 
 
 STARTS_PROCESSES = ("_execute_child", "_posix_spawn", "_launch", "spawnv_passfds")

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from recipes.common.arguments import is_user_code
 from recipes.common.data import Batch, Data, Split, unread_folder
-from recipes.common.errors import UserError
+from recipes.common.errors import UserError, may_pass
 from recipes.common.job import Job
 from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models.models import build_model
@@ -223,7 +223,8 @@ def check_folder(folder: Path) -> None:
     except FileNotFoundError:
         raise UserError(f"no {folder} on {host}, where rank 0 has the run; {fix}") from None
     except OSError as error:
-        raise UserError(f"cannot read {folder} on {host}: {error.strerror}; {fix}") from None
+        what = f"cannot read {folder} on {host}: {error.strerror}; {fix}"
+        raise UserError(what, is_passing=may_pass(error)) from None
 
 
 def gather_places(job: Job) -> list[Place]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.common.arguments import is_user_code
-from recipes.common.errors import UserError, explain_unrepeatable, nearest
+from recipes.common.errors import UserError, explain_unrepeatable, may_pass, nearest
 from recipes.common.options import STANDARD_LIBRARY, Options
 from recipes.common.task import Task
 
@@ -258,7 +258,7 @@ def refusal(what: str, error: BaseException, fix: str = "fix it and start again"
     if text := explain_unrepeatable(str(error)):
         return UserError(f"{what}{where}: {text}")
     reason = " ".join(str(error).split())[:300]
-    return UserError(f"{what}: {type(error).__name__}: {reason}{where}; {fix}")
+    return UserError(f"{what}: {type(error).__name__}: {reason}{where}; {fix}", is_passing=may_pass(error))
 
 
 def name_of(value: Any) -> str:

@@ -283,6 +283,7 @@ def test_a_passing_fault_condemns_nothing(folder, monkeypatch, error, reason, ca
             assert str(caught.value).startswith(f"cannot read {newest}: ")
             assert reason in str(caught.value)
             assert str(caught.value).endswith("; nothing was changed: fix this, then resume again")
+            assert caught.value.status == 1, "the engine may start it"
     assert files(folder.folder) == before
     assert read_newest(folder, set_aside=True)[1]["position"]["step"] == 30
 
@@ -390,7 +391,8 @@ def test_leftover_temporary_files_are_removed(folder):
 def test_a_failed_write_leaves_what_was_there(folder, monkeypatch):
     before = {path: path.read_bytes() for path in folder.paths()}
     full = OSError(28, "No space left on device"), "No space left on device (free some space)"
-    no_memory = (MemoryError(), "out of memory"), (RuntimeError(NO_MEMORY), NO_MEMORY)
+    stale = OSError(errno.ESTALE, "Stale file handle"), "Stale file handle"
+    no_memory = (MemoryError(), "out of memory"), (RuntimeError(NO_MEMORY), NO_MEMORY), stale
     failures = [(name, *full) for name in ("save", "fsync", "replace")]
     for name, error, reason in [*failures, *(("save", *failure) for failure in no_memory)]:
         with monkeypatch.context() as patch:
@@ -399,6 +401,7 @@ def test_a_failed_write_leaves_what_was_there(folder, monkeypatch):
             with pytest.raises(UserError) as caught:
                 folder.write(content(40))
         assert f"step-000000040.pt: {reason}; " in str(caught.value)
+        assert caught.value.status == (2 if error.args[:1] == (errno.ENOSPC,) else 1)
         assert "step-000000030.pt is intact" in str(caught.value)
         assert {path: path.read_bytes() for path in folder.folder.iterdir()} == before
 

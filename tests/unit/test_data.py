@@ -437,12 +437,18 @@ class TestImageFolder:
         assert data.examples(2)[1].tolist() == [SKIPPED, 1.0]
 
     @pytest.mark.parametrize("flags", [[], ["--skip-bad-images"]])
-    def test_an_image_that_cannot_be_read_is_not_a_bad_one(self, tmp_path, monkeypatch, flags):
-        """It ends the run even with --skip-bad-images, since the next launch may be able to read it."""
+    @pytest.mark.parametrize(
+        ("number", "status"), [(errno.ESTALE, 1), (errno.EIO, 1), (errno.ENOENT, 2), (errno.EACCES, 2)]
+    )
+    def test_an_image_that_cannot_be_read_is_not_a_bad_one(self, tmp_path, monkeypatch, flags, number, status):
+        """It ends the run even with --skip-bad-images, since the next launch may be able to read it.
+
+        Engines start that launch after status 1.
+        """
         write_files(tmp_path, "train/a/0.jpg", "val/a/0.jpg")
 
         def fail(path):
-            raise OSError(errno.ESTALE, "Stale file handle", path)
+            raise OSError(number, os.strerror(number), path)
 
         monkeypatch.setattr(imagefolder, "read", fail)
         told = []
@@ -451,6 +457,8 @@ class TestImageFolder:
         ((_, labels),) = data.train.batches([torch.tensor([0])], 0)
         assert labels.tolist() == [SKIPPED]
         path = tmp_path / "train" / "a" / "0.jpg"
-        assert list(map(str, told)) == [f"cannot read {path}: Stale file handle; fix this, then add --resume auto"]
+        [error] = told
+        assert str(error) == f"cannot read {path}: {os.strerror(number)}; fix this, then add --resume auto"
+        assert error.status == status
         assert data.train.skipped == 0
         assert data.may_skip == bool(flags)

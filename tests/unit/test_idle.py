@@ -34,7 +34,12 @@ def test_a_split_measures_the_waits_for_its_loader_and_nothing_else():
         def __iter__(self):
             for _ in range(3):
                 time.sleep(0.05)
-                yield torch.zeros(2, 8, 8, 3, dtype=torch.uint8), torch.zeros(2).long(), ["", ""], [False] * 2
+                yield (
+                    torch.zeros(2, 8, 8, 3, dtype=torch.uint8),
+                    torch.zeros(2).long(),
+                    ["", ""],
+                    *[[False] * 2] * 2,
+                )
 
     split = make_split()
     split.loader = Loader()

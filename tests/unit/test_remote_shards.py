@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import socket
+import ssl
 import struct
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from recipes.common.data.cache import Cache, is_hole
 from recipes.common.data.shards import INDEX, RemoteImages, pack
 from recipes.common.data.stores import FsspecStore, open_store
 from recipes.common.data.workers import BatchKeys
-from recipes.common.errors import UserError
+from recipes.common.errors import UserError, may_pass
 from recipes.common.seeding import permutation
 from recipes.common.task import SKIPPED
 from recipes.single.train import options
@@ -75,15 +76,16 @@ def requests_for(split, epochs):
     return sum(len(split) - sum(pair in neighbours for pair in itertools.pairwise(one)) for one in drawn)
 
 
-def one_error(data, number=None):
-    """Return the error reported for one image, by default the first of the first shard."""
+def one_error(data, number=None, status=None):
+    """Return the error of one image, by default the first of the first shard; it may have to have a status."""
     told = []
     data.train.on_fault = told.append
     index = data.train.storage_order()[:1] if number is None else torch.tensor([number])
     ((_, labels),) = data.train.batches([index], 0)
     assert labels.tolist() == [SKIPPED]
-    [error] = map(str, told)
-    return error
+    [error] = told
+    assert status in (None, error.status)
+    return str(error)
 
 
 @pytest.mark.parametrize("has_cache", [False, True])
@@ -305,7 +307,7 @@ def test_what_a_server_does_is_one_line(shards, name, monkeypatch):
         store.attempt_s, store.longest_s = (0.1, 0.6) if is_slow else (1, 60)
         faulty.append(True)
         before = counts.requests
-        error = one_error(data, 20)
+        error = one_error(data, 20, status=1 if attempts > 1 else 2)
         offset = int(data.train.dataset.fields["offset"][20])
         shard = data.train.dataset._shard(20)
         start = f"cannot read {url}/{shard} at byte {offset}: "
@@ -400,7 +402,7 @@ def test_other_bytes_than_were_packed_are_asked_for_again(shards, tmp_path, monk
         spoilt = 1000
         for path in tmp_path.rglob("*.tar"):
             os.truncate(path, 0)
-        error = one_error(data)
+        error = one_error(data, status=2)
         start = f"cannot read {url}/train-000000.tar at byte 512: "
         assert error.startswith(f"{start}the server sent other bytes than were packed, 4 times; fix this")
         assert set(seen.values()) == {4}
@@ -512,7 +514,7 @@ def test_a_cache_that_cannot_be_kept_is_refused(shards, tmp_path, monkeypatch):
         data = load(url, "--cache-dir", str(tmp_path / "cache"))
 
         monkeypatch.setattr(os, "pwrite", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
-        assert "--cache-dir cannot use " in one_error(data)
+        assert "--cache-dir cannot use " in one_error(data, status=1)
 
 
 def test_what_the_cache_has_of_other_shards_needs_room_again(shards, tmp_path, monkeypatch):
@@ -576,7 +578,7 @@ def test_a_cache_that_others_can_write_is_refused(shards, tmp_path, monkeypatch)
             victim.write_bytes(b"")
             for name in ("train-000000.tar", "val-000000.tar"):
                 (folder / name).symlink_to(victim)
-            assert f"--cache-dir cannot use {folder}/train-000000.tar: Too many" in one_error(data)
+            assert f"--cache-dir cannot use {folder}/train-000000.tar: Too many" in one_error(data, status=2)
             assert victim.read_bytes() == b""
             (folder / "train-000000.tar").unlink()
             fix = re.escape(f"others can write to it: make it yours, and chmod go-w {folder}")
@@ -655,6 +657,30 @@ def test_a_store_that_sends_a_part_of_what_was_asked_for_is_one_line(monkeypatch
     store = FsspecStore("memory://x", 0.1)
     with pytest.raises(OSError, match="5 bytes came of 10"):
         store.read("index.npz", 0, 10)
+
+
+class NoCredentialsError(Exception):
+    """As botocore's."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "attempts", "status"),
+    [(NoCredentialsError, 1, 2), (ConnectionError, 4, 1), (RuntimeError, 4, 1)],
+)
+def test_what_a_package_of_fsspec_raises_is_judged_by_its_name(monkeypatch, kind, attempts, status):
+    call = Mock(side_effect=kind("of the package"))
+    monkeypatch.setattr(stores, "file_system", lambda scheme: SimpleNamespace(size=call))
+    with pytest.raises(OSError, match=f"{kind.__name__}: of the package") as caught:
+        FsspecStore("s3://x", 0.01).size("y")
+    assert (call.call_count, may_pass(caught.value)) == (attempts, status == 1)
+
+
+def test_a_certificate_that_is_not_valid_stays_so(monkeypatch):
+    store = open_store("https://127.0.0.1", 0.01)
+    monkeypatch.setattr(store, "_size", Mock(side_effect=ssl.SSLCertVerificationError(1, "unknown authority")))
+    with pytest.raises(OSError, match="unknown authority, 4 times") as caught:
+        store.size("y")
+    assert not may_pass(caught.value)
 
 
 def test_fsspec_reads_the_same_images(shards, tmp_path):

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from recipes.common.checkpoint import shard_files
+from recipes.common.checkpoint import reading, shard_files
 from recipes.common.checkpoint.checkpoint import CheckpointFolder, Position, pack
 from recipes.common.checkpoint.reading import BadCheckpointError, check_shards, read_checkpoint, read_newest
 from recipes.common.checkpoint.shard_files import ShardedFolder, read_box, read_whole, share_checks
@@ -358,7 +358,23 @@ def test_a_rank_that_does_not_see_the_files_condemns_nothing(folder, monkeypatch
     (error, *others), _ = resume(folder, monkeypatch, lacking=2)
     assert str(error).startswith(f"no {shards(folder, 20)[2].name} in {folder.folder} on ")
     assert str(error).endswith("; let all ranks share it")
+    assert error.status == 2
     assert others == [None] * (RANKS - 1)
+    assert files(folder.folder) == before
+
+
+def test_what_one_rank_cannot_read_now_another_launch_may_read(folder, monkeypatch):
+    before, checksum_of = files(folder.folder), reading.checksum_of
+
+    def fail(file, size):
+        if "-00001-" in file.name:
+            raise OSError(errno.ESTALE, "Stale file handle", "a.shard")
+        return checksum_of(file, size)
+
+    monkeypatch.setattr(reading, "checksum_of", fail)
+    (error, *others), _ = resume(folder, monkeypatch)
+    assert str(error).startswith("cannot read a.shard: Stale file handle; nothing was changed")
+    assert (error.status, others) == (1, [None] * (RANKS - 1))
     assert files(folder.folder) == before
 
 
@@ -368,12 +384,12 @@ def test_a_rank_that_remembers_older_names_looks_again(folder, monkeypatch):
     is_old, exists = [True], Path.exists
     monkeypatch.setattr(Path, "exists", lambda path: not is_old and exists(path))
     peers = SimpleNamespace(rank=1, world_size=RANKS)
-    text, is_unread = shard_files._check_share(peers, path, entries)
-    assert (text.split(" in ")[0], is_unread) == (f"no {entries[1]['name']}", True)
+    text, status = shard_files._check_share(peers, path, entries)
+    assert (text.split(" in ")[0], status) == (f"no {entries[1]['name']}", 2)
     without_a_share = SimpleNamespace(rank=RANKS, world_size=RANKS + 1)
     assert shard_files._check_share(without_a_share, path, entries)[0].startswith(f"no {entries[0]['name']} in ")
     monkeypatch.setattr(shard_files, "refresh_names", lambda folder: is_old.clear())
-    assert shard_files._check_share(peers, path, entries) == ("", False)
+    assert shard_files._check_share(peers, path, entries) == ("", 0)
 
 
 def test_rank_0_looks_again_where_it_remembers_older_names(folder, monkeypatch):
@@ -413,8 +429,9 @@ def test_a_passing_fault_condemns_nothing(folder, monkeypatch):
     before, fault = files(folder.folder), OSError(errno.EIO, "Input/output error", str(shards(folder, 20)[0]))
     with monkeypatch.context() as patch:
         patch.setattr(os, "fstat", Mock(side_effect=fault))
-        with pytest.raises(UserError, match=r"cannot read .*Input/output error; nothing was changed"):
+        with pytest.raises(UserError, match=r"cannot read .*Input/output error; nothing was changed") as caught:
             read_newest(folder, set_aside=True)
+    assert caught.value.status == 1
     assert files(folder.folder) == before
 
 

@@ -171,8 +171,9 @@ def test_a_damaged_image_is_one_line_and_is_not_skipped(copy, flags):
     ((_, labels),) = split.batches([split.storage_order()[:2]], 0)
     assert [label == SKIPPED for label in labels.tolist()] == [True, False]
     said = "its checksum is not that of the image that was packed: copy the shard again; fix this, then add --res"
-    [error] = map(str, told)
-    assert error.startswith(f"cannot read {path} at byte 512: {said}")
+    [error] = told
+    assert str(error).startswith(f"cannot read {path} at byte 512: {said}")
+    assert error.status == 2, "the next launch reads the same"
     ((_, labels),) = split.unreported().batches([split.storage_order()[:1]], 0)
     assert (labels.tolist(), split.skipped, len(told)) == ([SKIPPED], 0, 1)
     assert data.may_skip == bool(flags)

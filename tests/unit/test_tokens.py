@@ -1,5 +1,9 @@
 """Files of tokens: their formats, the windows that they are cut into, and what is wrong with bad ones."""
 
+import errno
+import os
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -162,9 +166,21 @@ def test_a_file_that_fails_later_ends_the_run(folder, workers):
     write(folder / "train.bin", [*range(5), 60_000, *range(6)])
     ((inputs, _),) = data.train.batches([torch.tensor([0, 1, 2])], 0)
     assert inputs.tolist() == [[0, 1, 2, 3], [0] * 4, [0] * 4]
+    assert {error.status for error in faults} == {2}
     wrong, short = map(str, faults)
     assert "train.bin at token 4: token 60000 is not below --vocab-size 50304; " in wrong
     assert "train.bin at token 8: it has become shorter; fix this, then add --resume auto" in short
+
+
+@pytest.mark.parametrize(("number", "status"), [(errno.EIO, 1), (errno.ENOENT, 2)])
+def test_what_another_launch_may_read_ends_the_run_with_status_1(folder, monkeypatch, number, status):
+    faults = []
+    data = load(folder, on_fault=faults.append)
+    monkeypatch.setattr(os, "pread", Mock(side_effect=OSError(number, os.strerror(number))))
+    list(data.train.batches([torch.tensor([0])], 0))
+    with pytest.raises(UserError) as caught:
+        data.train.fingerprint()
+    assert [error.status for error in (*faults, caught.value)] == [status, status]
 
 
 def test_the_fingerprint_tells_files_apart(folder):

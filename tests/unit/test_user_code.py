@@ -60,6 +60,12 @@ class ExitsAt7(Noisy):
     def __getitem__(self, index):
         return sys.exit("no sample") if index == 7 else super().__getitem__(index)
 
+class UnreadAt7(Noisy):
+    def __getitem__(self, index):
+        if index == 7:
+            raise OSError(116, "Stale file handle")
+        return super().__getitem__(index)
+
 class Panic(BaseException):
     "As extensions that are written in Rust raise it."
 
@@ -405,6 +411,7 @@ NUMBER = 3
 data = lambda: {"train": (X, X.sum(1)), "test": (X[:4], X[:4].sum(1)), "target": "values"}
 classes = lambda: {"train": (X, torch.arange(12) % 3), "test": (X, torch.arange(12) % 3), "target": "class", "num_classes": 3}
 broken_at_7 = lambda: {**noisy(), "train": BrokenAt7()}
+unread_at_7 = lambda: {**noisy(), "train": UnreadAt7()}
 panics_at_7 = lambda: {**noisy(), "train": PanicsAt7()}
 interrupts_at_7 = lambda: {**noisy(), "train": InterruptsAt7()}
 exits_at_7 = lambda: {**noisy(), "train": ExitsAt7()}
@@ -597,14 +604,16 @@ def read_bad_sample(name, *indices, workers=0):
     errors = []
     args = options(["--data", f"mine:{name}", "--model", "mine:net", "--workers", str(workers)])
     ((inputs, labels),) = load_data(args, CPU, errors.append).train.batches([torch.tensor(indices)], 0)
-    (error,) = map(str, errors)
-    return inputs, labels.tolist(), error
+    (error,) = errors
+    assert error.status == (1 if name == "unread_at_7" else 2)
+    return inputs, labels.tolist(), str(error)
 
 
 @pytest.mark.parametrize(
     ("name", "reason", "workers"),
     [
         ("broken", "KeyError: 7", 0),
+        ("unread", "OSError: [Errno 116] Stale file handle", 1),
         ("exits", "SystemExit: no sample", 0),
         ("panics", "Panic: called `Option::unwrap()` on a `None` value", 0),
         ("interrupts", "KeyboardInterrupt: ", 1),

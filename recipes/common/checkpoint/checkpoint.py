@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import torch
 from isal import isal_zlib
 
-from recipes.common.errors import FULL, UserError
+from recipes.common.errors import FULL, UserError, may_pass, os_error_of
 from recipes.common.folders import names_in, sync_folder
 from recipes.common.options import Options
 from recipes.common.process.entry import CHECKPOINT_THREAD
@@ -186,7 +186,8 @@ class CheckpointFolder:
             left = f"{newest} is intact" if newest else "there is no earlier one"
         except OSError:
             left = f"those in {self.folder} are as they were"
-        return UserError(f"cannot write {path}: {reason_of(error)}; {left}: fix this, then add --resume auto")
+        what = f"cannot write {path}: {reason_of(error)}; {left}: fix this, then add --resume auto"
+        return UserError(what, is_passing=may_pass(error))
 
     def remove_old(self) -> None:
         """Remove the oldest checkpoints, and what interrupted ones have left; if that fails, print a warning."""
@@ -276,7 +277,8 @@ class CheckpointWriter:
         except UserError as error:
             self.on_error(error)
         except RuntimeError as error:  # a lost connection; if it is the gradients', the main thread reports more
-            self.on_error(UserError(f"lost another rank while a checkpoint was written: {reason_of(error)}"))
+            what = f"lost another rank while a checkpoint was written: {reason_of(error)}"
+            self.on_error(UserError(what, is_passing=True))
         except Exception as error:  # such as pickle's
             what = f"{type(error).__name__}: {reason_of(error)}"
             self.on_error(UserError(f"cannot write a checkpoint: {what}; fix this, then add --resume auto"))
@@ -311,12 +313,8 @@ def copy_tree(value: Any, old: Any = None) -> Any:
 
 def reason_of(error: BaseException) -> str:
     """Return the system's reason for a failed read or write, which torch may have wrapped."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno is not None:
-            hint = " (free some space)" if cause.errno in FULL else ""
-            return f"{cause.strerror}{hint}"
-        cause = cause.__cause__ or cause.__context__
+    if found := os_error_of(error):
+        return f"{found.strerror}{' (free some space)' if found.errno in FULL else ''}"
     if isinstance(error, MemoryError):
         return "out of memory"
     return str(error).strip().split("\n")[0]

@@ -27,7 +27,7 @@ from recipes.common.checkpoint.checkpoint import (
     CheckpointFolder,
     reason_of,
 )
-from recipes.common.errors import UserError
+from recipes.common.errors import UserError, may_pass
 from recipes.common.folders import NO_FILE, is_special, names_in
 from recipes.common.options import Options, option_applies
 from recipes.common.process.threads import begin_in_threads
@@ -166,7 +166,8 @@ def check_shards(path: Path, files: list[dict[str, Any]]) -> None:
 
 
 def _read_error(path: Path, error: BaseException) -> UserError:
-    return UserError(f"cannot read {path}: {reason_of(error)}; nothing was changed: fix this, then resume again")
+    what = f"cannot read {path}: {reason_of(error)}; nothing was changed: fix this, then resume again"
+    return UserError(what, is_passing=may_pass(error))
 
 
 def _check_bytes(path: Path) -> None:

@@ -34,7 +34,7 @@ from torch import Tensor
 from recipes.common.checkpoint.checkpoint import CheckpointFolder, reason_of
 from recipes.common.checkpoint.reading import BadCheckpointError, ShardCheck, check_shards
 from recipes.common.data.file_pool import FilePool
-from recipes.common.errors import UserError
+from recipes.common.errors import UserError, may_pass
 from recipes.common.folders import names_in, refresh_names, sync_folder
 from recipes.common.process.threads import begin_in_threads
 from recipes.common.world.agreement import raise_first
@@ -110,7 +110,8 @@ def read_box(reference: Reference, box: Box, shards: dict[str, Any], files: File
         try:
             _read_piece(files.descriptor(str(path)), place, piece, common, target)
         except OSError as error:
-            raise UserError(f"cannot read {path}: {reason_of(error)}; fix this, then resume again") from None
+            what = f"cannot read {path}: {reason_of(error)}; fix this, then resume again"
+            raise UserError(what, is_passing=may_pass(error)) from None
         found += target.numel()
     if found != result.numel():
         what = f"the shard files in {shards['folder']} lack parts of a tensor"
@@ -167,11 +168,11 @@ def share_checks(action: Callable[[ShardCheck], T], peers: Peers, timeout_s: flo
             lost -= names_in(path.parent)
         if lost:
             raise BadCheckpointError(f"its shard file {min(lost)} is missing")
-        found: Future[list[tuple[str, bool]]] = Future()
+        found: Future[list[tuple[str, int]]] = Future()
         tasks.put((path, files, found))
-        for text, is_unread in sorted(found.result(), key=lambda pair: not pair[1]):  # unread proves nothing
+        for text, status in sorted(found.result(), key=lambda pair: -pair[1]):  # unread proves nothing
             if text:
-                raise UserError(text) if is_unread else BadCheckpointError(text)
+                raise UserError(text, is_passing=status == 1) if status else BadCheckpointError(text)
 
     if peers.rank == 0:
         [done] = begin_in_threads([partial(action, check)], 1)
@@ -197,8 +198,8 @@ def share_checks(action: Callable[[ShardCheck], T], peers: Peers, timeout_s: flo
     return done.result() if peers.rank == 0 else action(check_shards)
 
 
-def _check_share(peers: Peers, path: Path, files: list[dict[str, Any]]) -> tuple[str, bool]:
-    """Return what is wrong with this rank's share of the files, or "", and whether they could not be read."""
+def _check_share(peers: Peers, path: Path, files: list[dict[str, Any]]) -> tuple[str, int]:
+    """Return what is wrong with this rank's share of the files, or "", and the exit status if one is unread."""
     try:
         own = files[peers.rank :: peers.world_size]
         # Rank 0 has seen all. If each of 4,096 ranks listed the folder, that would be 17 million names and more.
@@ -209,10 +210,12 @@ def _check_share(peers: Peers, path: Path, files: list[dict[str, Any]]) -> tuple
                 raise UserError(f"no {name} in {path.parent} on {socket.gethostname()}; let all ranks share it")
         check_shards(path, own)
     except LookupError:
-        return "it does not say which shard files it has", False
-    except (BadCheckpointError, UserError, OSError) as error:
-        return str(error), not isinstance(error, BadCheckpointError)
-    return "", False
+        return "it does not say which shard files it has", 0
+    except BadCheckpointError as error:
+        return str(error), 0
+    except (UserError, OSError) as error:
+        return str(error), error.status if isinstance(error, UserError) else 2 - may_pass(error)
+    return "", 0
 
 
 def pack_pieces(own: list[list[tuple[int, Box]]]) -> bytes:

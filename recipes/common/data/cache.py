@@ -18,7 +18,7 @@ from pathlib import Path
 from torch.utils.data import get_worker_info
 
 from recipes.common.data.stores import Store
-from recipes.common.errors import FULL, UserError
+from recipes.common.errors import FULL, UserError, may_pass
 from recipes.common.folders import open_own
 
 
@@ -101,7 +101,8 @@ def open_cache(store: Store, cache_dir: Path, shards: dict[str, int]) -> Cache:
         free = shutil.disk_usage(folder).free
     except OSError as error:
         fix = "give a folder on a disk of the node that only this user can write to"
-        raise UserError(f"--cache-dir: cannot use {folder} ({error.strerror}); {fix}") from None
+        what = f"--cache-dir: cannot use {folder} ({error.strerror}); {fix}"
+        raise UserError(what, is_passing=may_pass(error)) from None
     if missing > free:
         what = f"needs {missing / 1e9:.1f} GB more, and its disk has {free / 1e9:.1f} GB free"
         fix = "make room, give another folder, or go without a cache"

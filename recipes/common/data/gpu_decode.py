@@ -33,10 +33,10 @@ class Encoded(NamedTuple):
     """int64, (7,) or (B, 7): index, length of the content, whether to flip, and the CropBox (width 0: pixels)."""
 
 
-EncodedBatch = tuple[Encoded, Tensor, Sequence[str], Sequence[bool]]
+EncodedBatch = tuple[Encoded, Tensor, Sequence[str], Sequence[bool], Sequence[bool]]
 """The fields of Sample, for a batch."""
 
-DecodedBatch = tuple[Tensor, Tensor, list[str], list[bool]]
+DecodedBatch = tuple[Tensor, Tensor, list[str], list[bool], Sequence[bool]]
 """The same, decoded."""
 
 
@@ -55,9 +55,10 @@ def encode_pixels(pixels: Tensor, index: int) -> Encoded:
 
 def collate(samples: Sequence[Sample]) -> EncodedBatch:
     """Return encoded samples as a batch, as default_collate() does with inputs of one size."""
-    inputs, targets, faults, are_damaged = zip(*samples, strict=True)
+    inputs, targets, faults, are_damaged, are_passing = zip(*samples, strict=True)
     contents, plans = zip(*inputs, strict=True)
-    return Encoded(torch.cat(contents), torch.stack(plans)), torch.stack(targets), faults, are_damaged
+    encoded = Encoded(torch.cat(contents), torch.stack(plans))
+    return encoded, torch.stack(targets), faults, are_damaged, are_passing
 
 
 class PartDecoder:
@@ -158,7 +159,7 @@ class BatchDecoder:
                 faults[i] = f"{self.path(index)} does not decode ({error})"
                 continue
             result[i] = self.fit(pixels, is_flipped)
-        return result, targets, faults, are_damaged
+        return result, targets, faults, are_damaged, batch[4]
 
 
 def _given(box: CropBox, width: int, height: int) -> CropBox:

@@ -29,7 +29,7 @@ from recipes.common.data.gpu_decode import BatchDecoder, Encoded, PartDecoder, c
 from recipes.common.data.images import BAD_IMAGE, CropBox, decode, find_part, import_nvimgcodec, read
 from recipes.common.data.splits import Data, Normalise, digest
 from recipes.common.data.workers import LoadedSplit, Sample
-from recipes.common.errors import UserError
+from recipes.common.errors import UserError, may_pass
 from recipes.common.options import Options
 from recipes.common.seeding import hash_seed
 from recipes.common.task import SKIPPED
@@ -88,7 +88,8 @@ class Images(Dataset[Sample], ABC):
             path = self.path(index)
             if isinstance(error, OSError) and error.errno is not None:  # Pillow's own errors have no errno
                 fix = "fix this, then add --resume auto"
-                return Sample(substitute, torch.tensor(SKIPPED), f"cannot read {path}: {error.strerror}; {fix}")
+                fault = f"cannot read {path}: {error.strerror}; {fix}"
+                return Sample(substitute, torch.tensor(SKIPPED), fault, is_passing=may_pass(error))
             return Sample(substitute, torch.tensor(SKIPPED), f"{path} does not decode ({error})", is_damaged=True)
 
     def _load(self, content: bytes, epoch: int, index: int) -> Tensor | Encoded:
@@ -346,7 +347,8 @@ def _scan(folder: Path, split: str) -> dict[str, list[str]]:
         fix = layout if error.filename == str(root) else "make it readable for this user, or remove it"
         if (path := Path(error.filename)).is_symlink():
             fix = f"it is a link to {path.readlink()}: restore that, or remove the link"
-        raise UserError(f"--data-dir: cannot read {error.filename} ({error.strerror}); {fix}")
+        what = f"--data-dir: cannot read {error.filename} ({error.strerror}); {fix}"
+        raise UserError(what, is_passing=may_pass(error))
 
     try:
         check_links(root)

@@ -39,7 +39,7 @@ from recipes.common.data.images import read
 from recipes.common.data.splits import Data, digest
 from recipes.common.data.stores import PART_BYTES, Store, begin_read, open_store, printable
 from recipes.common.data.workers import Keys, Sample
-from recipes.common.errors import UserError, as_user_error
+from recipes.common.errors import RefusedError, UserError, as_user_error, may_pass
 from recipes.common.folders import check_file, sync_folder
 from recipes.common.options import Options
 from recipes.common.seeding import permutation
@@ -97,7 +97,8 @@ class ShardedImages(Images):
         path = f"{self.folder}/{self._shard(index)}"
         content = self.files.read(path, self._value("offset", index), self._value("size", index))
         if not self.is_packed(index, content):
-            raise OSError(errno.EIO, "its checksum is not that of the image that was packed: copy the shard again")
+            what = "its checksum is not that of the image that was packed: copy the shard again"
+            raise RefusedError(errno.EIO, what)
         return content
 
     def storage_order(self) -> torch.Tensor:
@@ -215,7 +216,8 @@ def read_index(args: Options) -> bytes:
     except OSError as error:
         packs = "pack an image folder by `make shards DATA_DIR=... OUT=...`"
         fix = "see that the server is up and has it" if url else packs
-        raise UserError(f"--data shards: cannot read {place} ({error.strerror or error}); {fix}") from None
+        what = f"--data shards: cannot read {place} ({error.strerror or error}); {fix}"
+        raise UserError(what, is_passing=may_pass(error)) from None
     shards = parse_index(content, place)[0]["shards"]
     check_sizes(url, shards, store.results([partial(store.size, name) for name in shards]))
     return content
@@ -228,7 +230,8 @@ def check_sizes(folder: str, shards: dict[str, int], found: Iterator[int]) -> No
             found_size = next(found)
         except OSError as error:
             fix = "copy it again, or see that the server is up"
-            raise UserError(f"--data shards: cannot read {folder}/{name} ({error.strerror}); {fix}") from None
+            what = f"--data shards: cannot read {folder}/{name} ({error.strerror}); {fix}"
+            raise UserError(what, is_passing=may_pass(error)) from None
         if found_size != size:
             what = f"{folder}/{name} has {found_size} bytes instead of {size}"
             raise UserError(f"--data shards: {what}; copy it again")

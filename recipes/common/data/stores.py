@@ -21,7 +21,7 @@ from queue import SimpleQueue
 from typing import Any, NoReturn
 from urllib.parse import quote, urlsplit
 
-from recipes.common.errors import UserError
+from recipes.common.errors import LASTING, RefusedError, UserError
 
 READS_IN_FLIGHT = 32
 """Concurrent reads of a process: 32 of 50 ms each are 640 a second, about what a core decodes."""
@@ -39,10 +39,6 @@ RETRY_STATUSES = (408, 429, 500, 502, 503, 504)
 def printable(text: str) -> str:
     """Return a server's text as one short line without control characters for the terminal."""
     return re.sub(r"[^\x20-\x7e]", "?", " ".join(text.split()))[:200]
-
-
-class RefusedError(OSError):
-    """An answer that another attempt would not change."""
 
 
 class Store(ABC):
@@ -63,7 +59,7 @@ class Store(ABC):
         def read_checked() -> memoryview:
             content = self._read(name, start, end)
             if not is_packed(content):
-                raise OSError(errno.EIO, "the server sent other bytes than were packed")
+                raise OSError(errno.EBADMSG, "the server sent other bytes than were packed")
             return content
 
         # HTTP has no empty ranges.
@@ -79,7 +75,10 @@ class Store(ABC):
                 raise
             except (OSError, http.client.HTTPException, ValueError, TypeError) as error:
                 reason = printable(getattr(error, "strerror", None) or str(error)) or type(error).__name__
-        raise OSError(errno.EIO, f"{reason}, {len(RETRY_PAUSES)} times")
+                # A certificate that is not valid is an OSError with errno 1.
+                is_lasting = isinstance(error, (ValueError, TypeError)) or getattr(error, "errno", None) in LASTING
+                kind = RefusedError if is_lasting else OSError
+        raise kind(errno.EIO, f"{reason}, {len(RETRY_PAUSES)} times")
 
     def result(self, future: Future[Any]) -> Any:
         """Return the result of a read that begin_read() started; raises OSError, also after a time-out."""
@@ -191,7 +190,9 @@ class FsspecStore(Store):
             number = errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EACCES
             raise RefusedError(errno.EIO, os.strerror(number)) from None
         except Exception as error:  # each package has errors of its own; after the last attempt they are shown
-            raise OSError(errno.EIO, f"{type(error).__name__}: {printable(str(error))}") from None
+            name = type(error).__name__
+            kind = RefusedError if "Credential" in name else OSError
+            raise kind(errno.EIO, f"{name}: {printable(str(error))}") from None
 
 
 @functools.cache

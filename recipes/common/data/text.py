@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from recipes.common.data.splits import Batch, Data, MemorySplit, Spec, digest
-from recipes.common.errors import UserError
+from recipes.common.errors import UserError, may_pass
 from recipes.common.options import STANDARD_LIBRARY, Options
 
 VOCABULARY = 256
@@ -79,7 +79,7 @@ def read_files(folder: Path, suffix: str = "") -> list[tuple[str, bytes]]:
 
     def refuse(error: OSError) -> None:
         what = f"cannot read {error.filename} ({error.strerror})"
-        raise UserError(f"--data text: {what}; give a folder of text by --data-dir")
+        raise UserError(f"--data text: {what}; give a folder of text by --data-dir", is_passing=may_pass(error))
 
     found = []
     try:

@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 from recipes.common.data.file_pool import FilePool
 from recipes.common.data.splits import Data, Spec, digest
 from recipes.common.data.workers import LoadedSplit, Sample, read_evenly
-from recipes.common.errors import UserError, as_user_error
+from recipes.common.errors import UserError, as_user_error, may_pass
 from recipes.common.folders import check_file
 from recipes.common.options import Options
 
@@ -128,13 +128,13 @@ class TokenWindows(Dataset[Sample]):
             tokens = file.read(self.pool, start, self.seq_len + 1)
             if (largest := tokens.max()) >= self.vocab_size:
                 raise ValueError(f"token {largest} is not below --vocab-size {self.vocab_size}")
-            fault = ""
+            fault, is_passing = "", False
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
+            reason, is_passing = error.strerror if isinstance(error, OSError) else error, may_pass(error)
             fault = f"--data tokens: cannot use {file.path} at token {start}: {reason}"
             tokens = np.zeros(self.seq_len + 1, np.int64)
         window = torch.from_numpy(tokens)
-        return Sample(window[:-1], window[1:], fault)
+        return Sample(window[:-1], window[1:], fault, is_passing=is_passing)
 
     def fingerprint(self) -> str:
         """Return a string that identifies the windows: their number, and a digest of each file's size and start.
@@ -155,11 +155,12 @@ def load_tokens(args: Options, device: torch.device, on_fault: Callable[[UserErr
         paths = sorted(args.data_dir.iterdir())
     except OSError as error:
         what = f"cannot read {args.data_dir} ({error.strerror})"
-        raise UserError(f"--data tokens: {what}; give the folder of train.bin and val.bin by --data-dir") from None
+        what = f"--data tokens: {what}; give the folder of train.bin and val.bin by --data-dir"
+        raise UserError(what, is_passing=may_pass(error)) from None
     width = 2 if args.vocab_size <= 2**16 else 4
 
     def report(error: UserError) -> None:
-        on_fault(UserError(f"{error}; fix this, then add --resume auto"))
+        on_fault(UserError(f"{error}; fix this, then add --resume auto", is_passing=error.status == 1))
 
     splits: dict[str, list[Path]] = {"train": [], "val": []}
     for path in paths:

@@ -75,7 +75,8 @@ class SeededSamples(Dataset[Any]):
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt) and not get_worker_info():
                     raise
-                return Sample(*self.first, str(refusal(f"{what} failed", error, fix)))
+                refused = refusal(f"{what} failed", error, fix)
+                return Sample(*self.first, str(refused), is_passing=refused.status == 1)
         if specs != _specs(*self.first):
             like = f"{self.what.rpartition(' ')[2]}[0] {describe(_specs(*self.first))}"
             fix = "make all samples alike, then add --resume auto"

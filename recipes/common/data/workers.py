@@ -197,6 +197,8 @@ class Sample(NamedTuple):
     """Why the sample could not be read, if this one is a substitute for it."""
     is_damaged: bool = False
     """Whether it was read but is not an image, which --skip-bad-images may skip. Other faults say what to do."""
+    is_passing: bool = False
+    """Whether another launch may be able to read it."""
 
 
 def read_evenly(dataset: Any, most: int) -> list[Sample]:
@@ -204,7 +206,7 @@ def read_evenly(dataset: Any, most: int) -> list[Sample]:
     samples = [dataset[0, index] for index in range(0, len(dataset), -(-len(dataset) // most))]
     for sample in samples:
         if sample.fault:
-            raise UserError(sample.fault)
+            raise UserError(sample.fault, is_passing=sample.is_passing)
     return samples
 
 
@@ -252,7 +254,7 @@ class LoadedSplit(Split):
         on_fault: gets the error of a sample that cannot be read, unless --skip-bad-images skips it.
         prepare: turns the inputs that were read, on the device, into a batch of inputs.
         collate: makes a batch of samples, in the workers (default: tensors of all their fields).
-        decode: turns what collate() returns into a batch of inputs, targets, faults and whether it is damaged.
+        decode: turns what collate() returns into a batch of the fields of Sample.
     """
 
     def __init__(
@@ -319,10 +321,10 @@ class LoadedSplit(Split):
                 batch = next(loaded, None)
             if batch is None:
                 break
-            inputs, targets, faults, are_damaged = self.decode(batch)
-            for fault, is_damaged in zip(faults, are_damaged, strict=True):
+            inputs, targets, *faults = self.decode(batch)
+            for fault, is_damaged, is_passing in zip(*faults, strict=True):
                 if fault:
-                    self._report(fault, bool(is_damaged))
+                    self._report(fault, bool(is_damaged), bool(is_passing))
             inputs, targets = (tensor.to(self.device, non_blocking=True) for tensor in (inputs, targets))
             yield self.prepare(inputs), targets
         self.keys.batches = ()
@@ -333,9 +335,9 @@ class LoadedSplit(Split):
         other.skips_damaged, other.on_fault = False, lambda error: None
         return other
 
-    def _report(self, fault: str, is_damaged: bool) -> None:
+    def _report(self, fault: str, is_damaged: bool, is_passing: bool) -> None:
         if not is_damaged:
-            self.on_fault(UserError(fault))
+            self.on_fault(UserError(fault, is_passing=is_passing))
         elif not self.skips_damaged:
             self.on_fault(UserError(f"{fault}; fix or remove it, or add --skip-bad-images"))
         else:

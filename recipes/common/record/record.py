@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from recipes.common.arguments import option_text
 from recipes.common.checkpoint.checkpoint import HAS_CHECKPOINTS, CheckpointFolder
-from recipes.common.errors import UserError, as_user_error
+from recipes.common.errors import UserError, as_user_error, may_pass
 from recipes.common.folders import names_in, replace_text
 from recipes.common.options import Options
 from recipes.common.record.progress import Progress
@@ -355,7 +355,8 @@ class Record:
                 self._events.add_scalar(name, values[name], values["step"])
         except OSError as error:
             fix = "fix this, then --resume auto"
-            raise UserError(f"cannot write {self._metrics}: {error.strerror}; {fix}") from None
+            what = f"cannot write {self._metrics}: {error.strerror}; {fix}"
+            raise UserError(what, is_passing=may_pass(error)) from None
 
 
 def start_progress() -> Progress:

@@ -20,7 +20,7 @@ from recipes.common.checkpoint.reading import (
     read_newest,
 )
 from recipes.common.checkpoint.shard_files import read_whole
-from recipes.common.errors import UserError
+from recipes.common.errors import UserError, may_pass
 from recipes.common.folders import check_file, names_in, refresh_names
 from recipes.common.options import Options
 from recipes.common.record.earlier_launches import read_config
@@ -212,7 +212,8 @@ def read_weights(path: Path, check: ShardCheck | None) -> tuple[Path, Content]:
     except OSError:
         raise
     except (MemoryError, RuntimeError) as error:  # torch's own allocator and reader
-        raise UserError(f"cannot read --weights {path}: {reason_of(error)}; {fix}") from None
+        what = f"cannot read --weights {path}: {reason_of(error)}; {fix}"
+        raise UserError(what, is_passing=may_pass(error)) from None
     except Exception:  # pickle and torch raise a dozen kinds
         what = "it is not a file of torch.save(), or holds more than tensors and plain values"
         raise UserError(f"--weights {path}: {what}; {fix}") from None
