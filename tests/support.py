@@ -170,8 +170,8 @@ class Ranks:
             if recipe == "horovod":  # all on one node; the ranks connect through Horovod's rendezvous server
                 node = Node(1, 0, world_size, "127.0.0.1", port, rdzv_timeout_s=60)
                 if rank == 0:
-                    self.servers.enter_context(horovod_agent.rendezvous(node))
-                own = {**horovod_agent.environment(node, rank), "HOROVOD_GLOO_IFACE": "lo", **own}
+                    horovod_port = self.servers.enter_context(horovod_agent.rendezvous(node))
+                own = {**horovod_agent.environment(node, rank, horovod_port), "HOROVOD_GLOO_IFACE": "lo", **own}
             output = folder / f"rank{rank}.txt"
             output.unlink(missing_ok=True)
             own_interrupt = interrupt if interrupt and rank in (interrupt.ranks or range(world_size)) else None

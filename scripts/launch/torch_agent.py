@@ -5,6 +5,7 @@ scripts/launch/agent.py calls it, and scripts/launch/elastic.py extends it. Sour
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -13,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -263,6 +264,18 @@ def meet_nodes(node: Node, job: str) -> TCPStore:
         time.sleep(0.1)
 
 
+@contextlib.contextmanager
+def explain_lost_store(node: Node) -> Iterator[None]:
+    """Raise MissingNodeError where torch says that node 0's store has ended or does not answer in time."""
+    try:
+        yield
+    except DistError as error:
+        raise MissingNodeError(
+            f"node {node.node_rank} waited for {node.nnodes} nodes at {node.master_addr}:{node.master_port}, "
+            f"at most {node.rdzv_timeout_s} s for each: {str(error).strip().splitlines()[0]}"
+        ) from None
+
+
 def wait_for_end(node: Node, names: PrefixStore, deadline: float) -> None:
     """Say that another node has this rank, wait until the store ends with its job, and raise MissingNodeError.
 
@@ -286,7 +299,7 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
     check_head(node)
     job = os.environ.get("RDZV_ID") or "none"  # keeps keys apart from those that an earlier job left
     place: dict[str, Any] = {"master_addr": node.master_addr, "master_port": node.master_port}
-    try:
+    with explain_lost_store(node):
         store = meet_nodes(node, job)
         handler = StaticTCPRendezvous(
             **place, rank=node.node_rank, world_size=node.nnodes, run_id=job, timeout=node.rdzv_timeout_s
@@ -315,8 +328,3 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
             agent.release_others()
         del store  # on node 0 it is the server for all nodes
         return status
-    except DistError as error:
-        raise MissingNodeError(
-            f"node {node.node_rank} waited for {node.nnodes} nodes at {node.master_addr}:{node.master_port}, "
-            f"at most {node.rdzv_timeout_s} s for each: {str(error).strip().splitlines()[0]}"
-        ) from None

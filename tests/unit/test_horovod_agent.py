@@ -1,24 +1,28 @@
-"""How Horovod's processes meet without MPI: the rendezvous of node 0, with a stand-in for Horovod's."""
+"""How Horovod's processes meet without MPI: the rendezvous that node 0 serves, with a stand-in for Horovod's."""
 
+import contextlib
 import importlib.util
 import re
 import socket
 import sys
 import threading
-import time
 import types
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from unittest.mock import Mock
 
 import pytest
+from torch.distributed import DistNetworkError, HashStore
 
 from recipes.common.errors import UserError
 from recipes.common.process.node import Node
-from recipes.common.process.rendezvous_errors import MissingNodeError, PortTakenError
+from recipes.common.process.rendezvous_errors import MissingNodeError
 from scripts.launch import horovod as horovod_agent
+from scripts.launch import torch_agent
 from scripts.launch.local import free_port
+from tests.support import Command
 
 
 class Server(ThreadingHTTPServer):
@@ -26,7 +30,6 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, address, handler, verbose):
         super().__init__(address, handler)
-        self.keys = {}
 
     def init(self, plan):
         self.plan = plan
@@ -34,16 +37,10 @@ class Server(ThreadingHTTPServer):
 
 class Handler(SimpleHTTPRequestHandler):
     def do_GET(self):
-        value = self.server.keys.get(self.path)
-        self.send_response(404 if value is None else 200)
-        self.send_header("Content-Length", str(len(value or b"")))
-        self.end_headers()
-        self.wfile.write(value or b"")
-
-    def do_PUT(self):
-        self.server.keys[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
         self.send_response(200)
+        self.send_header("Content-Length", "2")
         self.end_headers()
+        self.wfile.write(b"ok")
 
     def log_message(self, *_):
         pass
@@ -62,12 +59,18 @@ def node(monkeypatch):
     return Node(2, 0, 1, "127.0.1.1", free_port(), 10)
 
 
+def places(node, *ranks):
+    return [replace(node, node_rank=rank) for rank in ranks]
+
+
+def answer(address, port):
+    with urllib.request.urlopen(f"http://{address}:{port}/", timeout=10) as response:
+        return response.read()
+
+
 def test_the_rendezvous_answers_at_every_address_of_node_0(node):
-    with horovod_agent.rendezvous(node):
-        assert horovod_agent.ask(node, "PUT", "0", "ok") == ""
-        for address in ("127.0.1.1", "127.0.0.1", "127.0.0.2"):
-            with urllib.request.urlopen(f"http://{address}:{node.master_port}/nodes/0", timeout=10) as answer:
-                assert answer.read() == b"ok"
+    with horovod_agent.rendezvous(node) as port:
+        assert [answer(address, port) for address in ("127.0.1.1", "127.0.0.1", "127.0.0.2")] == [b"ok"] * 3
 
 
 def test_thousands_of_ranks_may_connect_at_once(node, monkeypatch):
@@ -79,116 +82,93 @@ def test_thousands_of_ranks_may_connect_at_once(node, monkeypatch):
 
 
 def test_the_rendezvous_of_nodes_on_this_machine_is_out_of_others_reach(node):
-    here = replace(node, master_addr="127.0.0.1")
-    with horovod_agent.rendezvous(here):
-        socket.create_connection(("127.0.0.1", here.master_port), timeout=10).close()
+    with horovod_agent.rendezvous(replace(node, master_addr="127.0.0.1")) as port:
+        socket.create_connection(("127.0.0.1", port), timeout=10).close()
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.2", here.master_port), timeout=10)
+            socket.create_connection(("127.0.0.2", port), timeout=10)
 
 
-def test_a_lost_race_for_its_port_is_no_traceback(node, monkeypatch):
-    with horovod_agent.rendezvous(node):
-        for chosen, kind in (("", UserError), ("1", PortTakenError)):
-            monkeypatch.setenv("PORT_IS_CHOSEN", chosen)
-            with pytest.raises(UserError, match=f"MASTER_PORT {node.master_port} ") as caught:
-                horovod_agent.rendezvous(node).__enter__()
-            assert type(caught.value) is kind
-
-
-def meet(*nodes):
-    """Let some nodes meet at once; return what each raises."""
-    raised = [None] * len(nodes)
-
-    def run(i):
-        try:
-            horovod_agent.meet_nodes(nodes[i], f"node-{i}")
-        except UserError as error:
-            raised[i] = error
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(nodes))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return raised
-
-
-def places(node, *ranks):
-    return [replace(node, node_rank=rank) for rank in ranks]
-
-
-def test_all_nodes_meet_before_their_processes_start(node):
-    three = replace(node, nnodes=3)
-    with horovod_agent.rendezvous(three):
-        assert meet(*places(three, 2, 0, 1)) == [None, None, None]
-    with horovod_agent.rendezvous(replace(node, nnodes=1)):
-        assert meet(replace(node, nnodes=1)) == [None]
-
-
-def test_two_nodes_of_a_rank_end_all_at_once(node, monkeypatch):
-    monkeypatch.setattr(horovod_agent, "SERVER_LINGER_S", 0.5)
-    four = replace(node, nnodes=4)
-    with horovod_agent.rendezvous(four):
-        raised = meet(*places(four, 0, 1, 1, 2))
-    assert len(set(map(str, raised))) == 1
-    said = r"NODE_RANK 1 is that of two nodes, node-[12] and node-[12]; number them from 0"
-    assert re.fullmatch(said, str(raised[0]))
-    assert {(type(error), error.status) for error in raised} == {(UserError, 2)}
-
-
-@pytest.mark.parametrize("rank", [1, 3])
-def test_two_sizes_of_a_job_end_the_nodes_that_wait(node, monkeypatch, rank):
-    monkeypatch.setattr(horovod_agent, "SERVER_LINGER_S", 0.5)
-    three, other = replace(node, nnodes=3), replace(node, nnodes=4, node_rank=rank)
-    with horovod_agent.rendezvous(three):
-        raised = meet(*places(three, 0, 2), other)
-    said = f"NNODES is 3 on node 0 and 4 on node {rank}; give all the same"
-    assert [str(error) for error in raised] == [said] * 3
-
-
-def test_a_node_that_is_no_part_of_a_job_that_runs_is_refused(node):
-    with horovod_agent.rendezvous(node):
-        assert meet(*places(node, 0, 1)) == [None, None]
-        [error] = meet(replace(node, nnodes=3, node_rank=2))
-    assert str(error) == "NNODES is 2 on node 0 and 3 on node 2; give all the same"
-
-
-def test_a_node_of_a_rank_that_is_taken_does_not_start_its_processes(node):
-    with horovod_agent.rendezvous(node):
-        assert meet(*places(node, 0, 1)) == [None, None]
-        [error] = meet(*places(node, 1))
-    assert re.search(r"^node 1 has come to 127\.0\.1\.1:\d+ after all 2 nodes; is its NODE_RANK ", str(error))
-    assert error.status == 1, "it may be node 1 itself that starts again, and so it may later"
-
-
-def test_a_node_that_starts_again_is_no_second_one(node):
-    """It comes before node 0, to which its old name would do."""
-    with horovod_agent.rendezvous(node), ThreadPoolExecutor(1) as pool:
-        horovod_agent.ask(node, "PUT", "1", "node-1 before it was killed")
-        again = pool.submit(horovod_agent.meet_nodes, *places(node, 1), "node-1")
-        while horovod_agent.ask(node, "GET", "1") != "node-1" and not again.done():
-            time.sleep(0.01)
-        horovod_agent.meet_nodes(node, "node-0")
-        again.result()
-
-
-def test_a_node_that_does_not_come_is_named(node, monkeypatch):
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nodes reach each other without one
-    four = replace(node, nnodes=4, rdzv_timeout_s=1)
-    with horovod_agent.rendezvous(four):
-        raised = meet(*places(four, 0, 2))
-    assert {type(error) for error in raised} == {MissingNodeError}
-    at = f"at 127.0.1.1:{node.master_port}; is it up, and is its NODE_RANK right?"
-    assert str(raised[0]) == f"node 0 waited 1 s for node 1, 3 of 4 {at}"
-    assert str(raised[1]) == f"node 2 waited 1 s for node 0 of 4 {at}"
-
-
-def test_no_process_starts_before_all_nodes_have_come(node, monkeypatch):
-    monkeypatch.setattr(horovod_agent, "rank_command", lambda *_: [])
+@pytest.fixture
+def started(monkeypatch):
+    """The environments of the ranks that agents start, in place of the ranks."""
+    environments = {}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-    monkeypatch.setattr(horovod_agent, "run_processes", lambda *_: pytest.fail("a process has started"))
-    with pytest.raises(MissingNodeError):
-        horovod_agent.run(replace(node, rdzv_timeout_s=1), "horovod", [], "logs")
+    monkeypatch.setattr(horovod_agent, "quiet_import", contextlib.nullcontext)
+    monkeypatch.setattr(horovod_agent, "rank_command", lambda *_: [])
+    monkeypatch.setattr(torch_agent, "STORE_LINGER_S", 0.5)
+    return environments
+
+
+def start(monkeypatch, started, *nodes):
+    """Run the agents of some nodes at once; return how each has ended: its status, or the error that it raises."""
+    all_run = threading.Barrier(len(nodes))
+
+    def run_ranks(command, environments, logs):
+        started.update(environments)
+        all_run.wait(30)  # node 0 serves what the others read
+        [port] = {own["HOROVOD_GLOO_RENDEZVOUS_PORT"] for own in environments.values()}
+        assert answer("127.0.0.1", port) == b"ok"
+        all_run.wait(30)
+        return 0
+
+    def run(node):
+        try:
+            return horovod_agent.run(node, "horovod", [], "logs")
+        except UserError as error:
+            return error
+
+    monkeypatch.setattr(horovod_agent, "run_processes", run_ranks)
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        return list(pool.map(run, nodes))
+
+
+def test_all_ranks_know_the_port_of_node_0(node, monkeypatch, started):
+    three = replace(node, nnodes=3, nproc_per_node=2)
+    assert start(monkeypatch, started, *places(three, 2, 0, 1)) == [0, 0, 0]
+    assert sorted(started) == [0, 1, 2, 3, 4, 5]
+    [port] = {own["HOROVOD_GLOO_RENDEZVOUS_PORT"] for own in started.values()}
+    assert port != str(node.master_port)
+
+
+def test_no_rank_starts_if_nodes_differ_in_their_number(node, monkeypatch, started):
+    ended = start(monkeypatch, started, node, replace(node, nnodes=3, node_rank=2))
+    assert re.fullmatch(r"NNODES is [23] on one node and [23] on node [02]; give all the same", str(ended[0]))
+    assert [(type(error), str(error)) for error in ended] == [(UserError, str(ended[0]))] * 2
+    assert not started
+
+
+def test_no_rank_starts_if_two_nodes_have_a_rank(node, tmp_path, monkeypatch, started):
+    """One of them is another process, as nodes are named by process."""
+    (tmp_path / "horovod.py").touch()
+    own = {"NNODES": "3", "NODE_RANK": "1", "MASTER_ADDR": node.master_addr, "MASTER_PORT": str(node.master_port)}
+    other = Command(sys.executable, "-m", "scripts.launch.horovod", "horovod", PYTHONPATH=str(tmp_path), **own)
+    three = replace(node, nnodes=3, rdzv_timeout_s=60)
+    [head, second] = start(monkeypatch, started, *places(three, 0, 1))
+    assert re.fullmatch(r"NODE_RANK 1 is that of two nodes, .* and .*; number them from 0", str(head))
+    assert str(second) == str(head)
+    assert other.wait().refusal == f"error: {head}"
+    assert not started
+
+
+def test_no_rank_starts_before_all_nodes_have_come(node, monkeypatch, started):
+    [error] = start(monkeypatch, started, replace(node, rdzv_timeout_s=1))
+    assert type(error) is MissingNodeError
+    assert str(error).startswith(f"node 0 waited 1 s for node 1 of 2 at 127.0.1.1:{node.master_port}; ")
+    assert not started
+
+
+def test_a_node_0_that_ends_while_nodes_meet_is_one_line(node, monkeypatch, started):
+    """Torch raises an error of its own where the store has gone."""
+    monkeypatch.setattr(horovod_agent, "check_head", lambda _: None)
+    monkeypatch.setattr(torch_agent, "meet_nodes", lambda *_: HashStore())  # all came, and no port is set
+    monkeypatch.setattr(HashStore, "get", Mock(side_effect=DistNetworkError("Connection was closed")))
+    [error] = start(monkeypatch, started, *places(node, 1))
+    assert type(error) is MissingNodeError
+    said = (
+        f"node 1 waited for 2 nodes at 127.0.1.1:{node.master_port}, at most 10 s for each: Connection was closed"
+    )
+    assert str(error) == said
+    assert not started
 
 
 def test_ipv6_is_refused_in_one_line():

@@ -43,8 +43,8 @@ READY = 16
 def horovod() -> Iterator[Any]:
     """Connect this process, a node's only one, with the others by Horovod; the block gets horovod.torch."""
     node = read_node()
-    os.environ.update(environment(node, 0))
-    with rendezvous(node):
+    os.environ.update(environment(node, 0, node.master_port))
+    with rendezvous(node, node.master_port) if node.node_rank == 0 else contextlib.nullcontext():
         import horovod.torch as hvd
 
         hvd.init()
