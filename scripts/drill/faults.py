@@ -29,9 +29,10 @@ CATCH_S = 60.0
 """Time limit for catching a checkpoint while it is written."""
 NOT_CAUGHT = "not planted: no checkpoint was caught while it was written"
 
-ERROR, STOPPED, RIDES, ROUNDS = "error", "stopped", "rides", "rounds"
+ERROR, STOPPED, RIDES, STAYS, ROUNDS = "error", "stopped", "rides", "stays", "rounds"
 """What the job has to do: end with an error and be restarted; write a checkpoint, end with status 0 and be
-restarted; continue as if nothing had happened; continue with the remaining nodes (an elastic job)."""
+restarted; continue as if nothing had happened; the same, of an elastic job; continue with the remaining nodes (an
+elastic job)."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,18 @@ class Fault:
     recipe: str = "ddp"  # or fsdp with sharded checkpoints, where each rank writes its own file
 
     @property
+    def is_elastic(self) -> bool:
+        """Whether the job is elastic."""
+        return self.then in (STAYS, ROUNDS)
+
+    @property
     def model(self) -> str:
-        """The model of the job: a smooth one if the world size changes.
+        """The model of the job: a smooth one if the world size may change.
 
         Another world size adds gradients in another order, which changes their last bit. A ReLU or a maximum can
         flip because of that, and losses then differ in the fifth digit; a smooth model has neither.
         """
-        return "vit-tiny" if self.then == ROUNDS else "lenet"
+        return "vit-tiny" if self.is_elastic else "lenet"
 
 
 class NotSurvivedError(Exception):
@@ -176,11 +182,14 @@ def prepare_clock(folder: Path) -> dict[str, str]:
 
 
 def jump_clock(trial: Trial) -> str:
-    """Shift the wall clock of a node's processes, by a preloaded library (scripts/drill/clock.c)."""
+    """Shift the wall clock of a node's processes, by a preloaded library (scripts/drill/clock.c).
+
+    The job is elastic: its agents compare the times of their heartbeats.
+    """
     node, offset = trial.pick_node(), trial.chance.choice((-86400.0, -3600.0, 3600.0, 86400.0))
-    ranks = trial.job.of_node(node, f"-m recipes.{trial.fault.recipe}.train")
-    is_loaded = any(LIBRARY in Path(f"/proc/{rank.pid}/maps").read_text() for rank in ranks)
-    expect(is_loaded, f"not planted: no rank of node {node} has loaded {LIBRARY}")
+    agents = trial.job.of_node(node, "-m scripts.launch.agent")
+    is_loaded = any(LIBRARY in Path(f"/proc/{agent.pid}/maps").read_text() for agent in agents)
+    expect(is_loaded, f"not planted: no agent of node {node} has loaded {LIBRARY}")
     with open(trial.env["DRILL_CLOCK"], "r+b") as file:
         file.seek(8 * node)
         file.write(struct.pack("d", offset))
@@ -255,7 +264,7 @@ FAULTS = {
     "narrow": Fault(narrow, RIDES, needs="rate", timeout_s=40),
     "disk-full": Fault(fill_disk, ERROR),
     "truncate": Fault(truncate, ERROR, intervals=2),
-    "clock": Fault(jump_clock, RIDES, needs="cc"),
+    "clock": Fault(jump_clock, STAYS, needs="cc"),
     "usr1-storm": Fault(storm, STOPPED),
     "preempt": Fault(preempt_in_checkpoint, ERROR),
     "kill-shard": Fault(kill_in_save, ERROR, timeout_s=20, intervals=2, recipe="fsdp"),

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from scripts.drill import faults
-from scripts.drill.faults import ERROR, FAULTS, RIDES, ROUNDS, STOPPED, Fault, NotSurvivedError, expect
+from scripts.drill.faults import ERROR, FAULTS, RIDES, ROUNDS, STAYS, STOPPED, Fault, NotSurvivedError, expect
 from scripts.drill.job import Job, Steps
 from scripts.lab.network import Network
 from scripts.launch.runs import differences, read_losses
@@ -123,7 +123,7 @@ class Trial:
     def launch(self, *more: str) -> None:
         """Start the job."""
         log, words = self.folder / "log.txt", ("--timeout-s", str(self.fault.timeout_s), *more)
-        is_elastic = self.fault.then == ROUNDS
+        is_elastic = self.fault.is_elastic
         self.job = self.setting.launch(self.fault, self.run_dir, log, *words, is_elastic=is_elastic, **self.env)
         self.figures.starts += 1
 
@@ -164,7 +164,7 @@ class Trial:
 
     def _run_fault(self) -> None:
         self._plant()
-        waits = {RIDES: self._wait_undisturbed, ROUNDS: self._wait_for_round}
+        waits = {RIDES: self._wait_undisturbed, STAYS: self._wait_undisturbed, ROUNDS: self._wait_for_round}
         status = waits.get(self.fault.then, self._wait_for_end)()
         while status != 0 or not (self.run_dir / "result.json").exists():
             expect(self.figures.starts <= RESTARTS, f"not done after {RESTARTS} restarts (status {status})")
@@ -183,6 +183,7 @@ class Trial:
     def _wait_undisturbed(self) -> int:
         """Wait for the end of a job that the fault does not interrupt; return its exit status."""
         self._wait_for_success()
+        expect(len(self.launches) == 1, "its ranks were started again, and should have gone on")
         self.figures.training_again_s = self.steps.longest_pause(self.planted)
         self.figures.steps_lost = 0
         return 0

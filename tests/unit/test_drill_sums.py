@@ -255,7 +255,7 @@ class Network:
         ("usr1-storm", None, "the job had ended"),
         ("preempt", None, "no checkpoint was caught while it was written"),
         ("kill-shard", None, "no checkpoint was caught while it was written"),
-        ("clock", None, "no rank of node 1 has loaded drill-clock.so"),
+        ("clock", None, "no agent of node 1 has loaded drill-clock.so"),
         ("narrow", Network(0), "the job does not use the link of node 1"),
         ("cut-10s", Network(0, 50_000), "the job continued without the link"),
     ],
@@ -305,6 +305,18 @@ def test_a_trial_that_breaks_is_a_failure_and_no_end_of_the_drill(tmp_path, monk
     ):
         monkeypatch.setattr(one, "_plant", Mock(side_effect=error))
         assert one.run().failure == words
+
+
+def test_ranks_that_start_again_have_not_gone_on(monkeypatch, tmp_path):
+    """A job that takes a node for lost ends well, too, in a second round."""
+    one = trial.Trial(trial.Setting(2, 0, 400, tmp_path, None), "clock", 1, tmp_path)
+    one.job = types.SimpleNamespace(wait=lambda bound_s: 0, left_over=list)
+    one.steps = types.SimpleNamespace(longest_pause=lambda planted: 0.5)
+    monkeypatch.setattr(trial.Trial, "launches", [{"step": 0}])
+    assert one._wait_undisturbed() == 0
+    monkeypatch.setattr(trial.Trial, "launches", [{"step": 0}, {"step": 60}])
+    with pytest.raises(NotSurvivedError, match="its ranks were started again"):
+        one._wait_undisturbed()
 
 
 def test_a_fault_that_cannot_be_prepared_is_not_survived(monkeypatch, tmp_path):
