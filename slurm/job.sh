@@ -109,7 +109,7 @@ check_variables() {
 begin_job() {
     recipe=$1
     shift
-    local default name host_log variable
+    local default name host_log variable point
     signal="" signals=0 step="" step_pid="" stopper=() unanswered=RUNNING
     trap 'signals=$((signals + 1)); stop_step USR1' USR1
     trap 'signals=$((signals + 1)); stop_step TERM' TERM
@@ -119,6 +119,10 @@ begin_job() {
     name=${NAME:+$NAME${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}}
     name=${name:-$(basename "${SCRIPT:-$recipe}" .py)-job$job}
     set_python "$@"
+    if [[ -n ${SWEEP:-} ]]; then
+        read_point "$@"
+        set -- "${point[@]}" "$@"
+    fi
     default=$((gpus > 0 ? gpus : ${SLURM_NTASKS_PER_NODE:-1}))
     if [[ $recipe =~ ^(single|dataparallel)$ ]]; then default=1; fi # one process, whatever the number of GPUs
     export NNODES NPROC_PER_NODE=${NPROC_PER_NODE:-$default}
@@ -130,12 +134,13 @@ begin_job() {
     for variable in ${container_prefix:+"${container_env[@]}"}; do export "$container_prefix$variable=${!variable}"; done
     if [[ -n ${SCRIPT:-} ]]; then
         begin_script "$name"
-        go_on="to resume: NAME=$name RESUME=auto SCRIPT=$(printf %q "$SCRIPT") sbatch ..."
+        go_on="NAME=$name RESUME=auto SCRIPT=$(printf %q "$SCRIPT") sbatch ...${SWEEP:+ ${point[*]}}"
     else
         refuse_in_config "$(option --config "" "$@")"
         run_dir=$(option --runs-dir runs "$@")/$(option --name "$name" "$@")
-        go_on="to resume: sbatch ... --name $(basename "$run_dir") --resume auto"
+        go_on="sbatch ...${SWEEP:+ ${point[*]}} --name $(basename "$run_dir") --resume auto"
     fi
+    go_on="to resume${SWEEP:+, without SWEEP and --array}: $go_on"
     logs=$run_dir/slurm
     mkdir -p "$logs" || refuse "cannot make $logs; choose another folder of runs"
     # One log per node: a node that is cut off can still write its own.
@@ -156,6 +161,25 @@ begin_job() {
     echo "job $job, start $((restarts + 1)): ${SCRIPT:-$recipe} on $NNODES nodes x $NPROC_PER_NODE, head" \
         "$MASTER_ADDR:$MASTER_PORT, record and logs in $run_dir"
     show_share
+}
+
+# read_point OPTIONS...: set `point` to the options of this task of a job array, a point of the grid SWEEP (slurm/sweep.py).
+read_point() {
+    local words last
+    if [[ -z ${SLURM_ARRAY_TASK_ID:-} ]]; then refuse "SWEEP needs a task for each point of its grid; sbatch --array=0-3 ..."; fi
+    if [[ -z ${SCRIPT:-} && -n $(option --name "" "$@") ]]; then
+        refuse "--name is one run for all tasks; NAME=mine sbatch ... makes runs mine-0, mine-1, ..."
+    fi
+    words=$(exec_python -m slurm.sweep "$SWEEP" "$SLURM_ARRAY_TASK_ID") || exit 2
+    mapfile -t point <<<"$words"
+    # shellcheck disable=SC2153 # Slurm sets it
+    if ((SLURM_ARRAY_TASK_ID == SLURM_ARRAY_TASK_MIN)); then
+        last=$(($(exec_python -m slurm.sweep "$SWEEP") - 1))
+        if ((SLURM_ARRAY_TASK_MAX < last)); then
+            echo "warning: SWEEP has $((last + 1)) points, and the array ends with task $SLURM_ARRAY_TASK_MAX;" \
+                "for the others: sbatch --array=$((SLURM_ARRAY_TASK_MAX + 1))-$last ..."
+        fi
+    fi
 }
 
 # refuse_in_config FILE: refuse options in a --config file that this script reads from the command line only.

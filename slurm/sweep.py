@@ -3,8 +3,8 @@
     scripts/dev/python.sh -m slurm.sweep "lr=0.1,0.2 seed=1,2"      the number of points: 4
     scripts/dev/python.sh -m slurm.sweep "lr=0.1,0.2 seed=1,2" 2    point 2, an argument a line: --lr 0.2 --seed 1
 
-slurm/array.sbatch reads its task's point from it. slurm/submit.py reads all points, and prints their results as a
-table. It needs no packages.
+slurm/job.sh reads the point of an array's task from it. slurm/submit.py reads all points, and prints their results
+as a table. It needs no packages.
 """
 
 from __future__ import annotations

@@ -254,9 +254,10 @@ class TestRequeue:
         assert "resumed from" in job.text
 
     def test_a_sweep_gives_a_run_for_each_point_and_one_task_is_requeued_alone(self, cluster, tmp_path):
-        env = {"PYTHON": sys.executable, "SWEEP": "lr=0.01,0.02", "SLOW_UNTIL": str(tmp_path / "end")}
-        flags = ("--array=0-1", "--gpus-per-node=1")
-        array = cluster.submit(tmp_path, "array.sbatch", "single", *LONG, flags=flags, **env)
+        env = {"PYTHON": sys.executable, "SLOW_UNTIL": str(tmp_path / "end")}
+        env |= {"RECIPE": "single", "SWEEP": "lr=0.01,0.02"}
+        flags = ("--array=0-1", "--nodes=1", "--gpus-per-node=1")
+        array = cluster.submit(tmp_path, "ddp.sbatch", *LONG, flags=flags, **env)
         tasks = [type(array)(cluster, f"{array.number}_{index}", tmp_path) for index in range(2)]
         tasks[0].wait_for_text(", start 1: ")
         tasks[1].wait_for_text("epoch 2 ")  # the last task: it may end soon

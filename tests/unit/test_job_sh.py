@@ -731,23 +731,25 @@ def test_another_start_of_horovod_is_refused(file):
         file("horovod.sbatch", START="ssh")
 
 
-@pytest.mark.parametrize(
-    ("name", "words", "recipe"),
-    [
-        *(
-            (f"{recipe}.sbatch", (), recipe)
-            for recipe in ("ddp", "apex", "context", "fsdp", "pipeline", "spawn", "tensor")
-        ),
-        ("array.sbatch", (), "ddp"),
-        ("array.sbatch", ("apex",), "apex"),
-    ],
-)
-def test_a_file_starts_the_recipe_of_its_name(file, name, words, recipe):
-    array = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_MIN": "0"}
-    _, called = file(name, *words, **(array if name == "array.sbatch" else {}))
-    number = "6_1 --lr 0.02" if name == "array.sbatch" else "7"
-    assert f' exec scripts/launch.sh "$@" bash {recipe} --name {recipe}-job{number} --runs-dir ' in called
+@pytest.mark.parametrize("recipe", ["ddp", "apex", "context", "fsdp", "pipeline", "spawn", "tensor"])
+def test_a_file_starts_the_recipe_of_its_name(file, recipe):
+    _, called = file(f"{recipe}.sbatch")
+    assert f' exec scripts/launch.sh "$@" bash {recipe} --name {recipe}-job7 --runs-dir ' in called
     assert " --kill-on-bad-exit=1 " in called, "all nodes end with the first that fails"
+
+
+ARRAY = {
+    **{f"SLURM_ARRAY_{name}": value for name, value in (("JOB_ID", "6"), ("TASK_ID", "1"))},
+    **{"SLURM_ARRAY_TASK_MIN": "0", "SLURM_ARRAY_TASK_MAX": "1", "SWEEP": "lr=0.01,0.02"},
+}
+
+
+@pytest.mark.parametrize("name", ["ddp", "apex", "ddp-elastic", "ddp-srun", "horovod"])
+def test_a_task_of_an_array_has_its_point_of_the_sweep(file, tmp_path, name):
+    for_a_sweep = f'if [ "$2" = slurm.sweep ]; then exec {sys.executable} "$@"; fi\n'
+    python = write_program(tmp_path / "python", for_a_sweep + STORE)
+    _, called = file(f"{name}.sbatch", **ARRAY, PYTHON=str(python))
+    assert f" --name {name.split('-')[0]}-job6_1 --lr 0.02 --runs-dir " in called
 
 
 def test_every_file_has_the_signal_two_minutes_before_the_time_limit_and_is_requeued():
@@ -756,14 +758,19 @@ def test_every_file_has_the_signal_two_minutes_before_the_time_limit_and_is_requ
     paths = sorted(ROOT.glob("slurm/*.sbatch"))
     asked = {path.stem: re.findall(wanted, path.read_text(), re.MULTILINE) for path in paths}
     assert asked.pop("doctor") == ["--no-requeue"]
-    assert len(asked) == 11
+    assert len(asked) == 10
     assert asked == {name: ["--signal=B:USR1@120", "--requeue"] for name in asked}
 
 
 def test_the_tasks_of_an_array_cannot_share_a_run(file):
     """With --resume auto, each would continue the run of another point of the grid."""
     with pytest.raises(AssertionError, match="error: --name is one run for all tasks; NAME=mine sbatch"):
-        file("array.sbatch", "apex", "--name=mine", SLURM_ARRAY_JOB_ID="6", SLURM_ARRAY_TASK_ID="1")
+        file("apex.sbatch", "--name=mine", **ARRAY)
+
+
+def test_a_sweep_of_a_job_that_is_no_array_is_refused(file):
+    with pytest.raises(AssertionError, match="error: SWEEP needs a task for each point of its grid; sbatch --arr"):
+        file("ddp.sbatch", SWEEP="lr=0.1,0.2")
 
 
 def test_all_nodes_are_asked_for_the_cores_of_the_smallest(file):
@@ -781,7 +788,7 @@ def test_fewer_cores_than_ranks_are_refused_where_each_rank_is_a_task(file, name
 
 
 def test_each_doctor_has_a_secret_of_its_own(file, tmp_path):
-    seen = file("doctor.sbatch")[1] + file("doctor.sbatch")[1]
+    seen = file("doctor.sbatch")[1] + file("doctor.sbatch", SWEEP="lr=0.1,0.2")[1]  # which is not for it
     assert len(set(re.findall("^[0-9a-f]{32}(?= )", seen, re.MULTILINE))) == 2
 
 
@@ -1003,14 +1010,14 @@ def test_a_controller_that_does_not_answer_is_asked_again(job, tmp_path, failure
     assert ("error: job 7: it could not be requeued; to resume: " in done.stderr) is (failures > 2)
 
 
-@pytest.mark.parametrize("name", ["array", "ddp", "ddp-elastic", "ddp-srun", "doctor", "horovod"])
+@pytest.mark.parametrize("name", ["ddp", "ddp-elastic", "ddp-srun", "doctor", "horovod"])
 def test_a_file_asks_a_controller_that_does_not_answer_again(job, tmp_path, name):
     words = ("--runs-dir", str(tmp_path / "runs"))
     shown = f'echo "JobId=7\n   Command={ROOT}/slurm/{name}.sbatch {" ".join(words)}\n   '
     (tmp_path / "scontrol").write_text(SCONTROL.replace('echo "JobId=7 ', shown))
     answer_late(tmp_path, 2)
-    done = bash(tmp_path, f"slurm/{name}.sbatch", *words, NAME="not/plain", SLURM_ARRAY_TASK_ID="0")
-    assert "error: NAME expects " in done.stderr or "SLURM_ARRAY_TASK_MIN" in done.stderr
+    done = bash(tmp_path, f"slurm/{name}.sbatch", *words, NAME="not/plain")
+    assert "error: NAME expects " in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -1112,8 +1119,10 @@ def test_after_a_signal_no_step_begins(job, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["array", "ddp", "ddp-elastic", "ddp-srun", "horovod"])
-def test_a_signal_that_comes_first_of_all_is_not_lost(job, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "sweep"), [("ddp", ""), ("ddp", "lr=0.1,0.2"), ("ddp-elastic", ""), ("ddp-srun", ""), ("horovod", "")]
+)
+def test_a_signal_that_comes_first_of_all_is_not_lost(job, tmp_path, name, sweep):
     """A job may be preempted as soon as it has started."""
     write_program(tmp_path / "srun", f"#!/bin/sh\ncase $* in *launch*) touch {tmp_path}/ran;; esac")
     write_program(tmp_path / "python", STORE)
@@ -1122,8 +1131,7 @@ def test_a_signal_that_comes_first_of_all_is_not_lost(job, tmp_path, name):
     shown = f'{once} echo "JobId=7\n   Command={ROOT}/slurm/{name}.sbatch {" ".join(words)}\n   '
     (tmp_path / "scontrol").write_text(SCONTROL.replace('echo "JobId=7 ', shown))
     array = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_MIN": "0", "SLURM_ARRAY_TASK_MAX": "1"}
-    python = sys.executable if name == "array" else str(tmp_path / "python")
-    own = {**array, "PYTHON": python}
+    own = {**array, "SWEEP": sweep, "PYTHON": sys.executable if sweep else str(tmp_path / "python")}
     done = bash(tmp_path, f"slurm/{name}.sbatch", *words, **own)
     assert (tmp_path / "sent").exists()
     assert "it was stopped before its end; it is requeued" in done.stdout, done.stderr
@@ -1287,50 +1295,69 @@ def test_a_submitted_job_that_starts_again_tells_its_ranks_whether_it_resumes(su
     assert f"resumes: {says}\n" in submitted("", 1, says_so + ":", SLURM_RESTART_COUNT="1").stdout
 
 
-# ---- array.sbatch: the grid is read by the job's Python, not by the host's python3
+# ---- SWEEP: the grid is read by the job's Python, not by the host's python3
 
 
 @pytest.fixture
-def array(job, tmp_path):
-    """Return a function that runs array.sbatch up to begin_job on a host whose python3 is too old."""
+def sweep(job, tmp_path):
+    """Return a function that begins a task of an array, on a host whose python3 is too old."""
     write_program(tmp_path / "python3", "echo an old Python >&2\nexit 1")
-    head, tail = re.split(r'source "\$\(dirname "\$file"\)/job.sh".*\n', (ROOT / "slurm/array.sbatch").read_text())
-    assert "#SBATCH" in head
-    body = tail.replace("begin_job", "echo", 1).split("\nrun_step")[0]
 
     def run(**env):
+        """Return the status, what the task said before its usual line, its point, and its errors."""
         own = {f"SLURM_ARRAY_TASK_{name}": value for name, value in (("ID", "1"), ("MIN", "0"), ("MAX", "1"))}
-        own |= {"SWEEP": "lr=0.1,0.2 seed=3", "SLURM_GPUS_ON_NODE": "2"}
-        done = job(begin=f"set --\n{body}", **{**own, **env})
-        return done.returncode, done.stdout, done.stderr
+        own |= {"SWEEP": "lr=0.1,0.2 seed=3", "SLURM_GPUS_ON_NODE": "2", "NAME": "mine"}
+        done = job(then='echo "${options[@]}"', **{**own, **env})
+        said, _, rest = done.stdout.partition("job 7, start 1: ddp on ")
+        point = re.sub("^--name mine-1 --device cuda (.*) --runs-dir .*$", r"\1", rest.partition("\n")[2])
+        return done.returncode, said, point, done.stderr
 
     return run
 
 
-def test_a_sweep_uses_the_venvs_python(array):
-    assert array() == (0, "ddp --lr 0.2 --seed 3\n", "")
+POINT = "--lr 0.2 --seed 3\n"
 
 
-def test_the_first_task_warns_of_points_without_one(array):
-    _, text, _ = array(SLURM_ARRAY_TASK_MIN="1", SWEEP="lr=0.1,0.2 seed=3,4")
-    assert text.startswith(
+def test_a_sweep_uses_the_venvs_python(sweep):
+    assert sweep() == (0, "", POINT, "")
+
+
+def test_the_first_task_warns_of_points_without_one(sweep):
+    _, said, _, _ = sweep(SLURM_ARRAY_TASK_MIN="1", SWEEP="lr=0.1,0.2 seed=3,4")
+    assert said == (
         "warning: SWEEP has 4 points, and the array ends with task 1; for the others: sbatch --array=2-3 ...\n"
     )
-    assert array(SLURM_ARRAY_TASK_MIN="1")[1] == "ddp --lr 0.2 --seed 3\n"
+    assert sweep(SLURM_ARRAY_TASK_MIN="1") == (0, "", POINT, "")
 
 
-def test_a_sweep_that_makes_no_sense_is_status_2(array):
-    assert array(SLURM_GPUS_ON_NODE="0", PYTHON=shutil.which("false")) == (2, "", "")
+@pytest.mark.parametrize(
+    ("own", "command"),
+    [
+        ({}, "sbatch ... --lr 0.02 --name mine-1 --resume auto"),
+        ({"SCRIPT": "{}/train.py"}, "NAME=mine-1 RESUME=auto SCRIPT={}/train.py sbatch ... --lr 0.02"),
+    ],
+)
+def test_a_task_says_how_its_run_resumes_by_itself(job, tmp_path, own, command):
+    """As an array, it would be another run; without SWEEP, its point is an option like others."""
+    (tmp_path / "train.py").touch()
+    own = {name: value.format(tmp_path) for name, value in own.items()}
+    own |= {**ARRAY, "NAME": "mine", "RUNS_DIR": str(tmp_path / "runs"), "PYTHON": sys.executable}
+    done = job(then='echo "$go_on"', **own)
+    assert done.stdout.splitlines()[-1] == f"to resume, without SWEEP and --array: {command.format(tmp_path)}"
+
+
+def test_a_sweep_that_makes_no_sense_is_status_2(sweep):
+    assert sweep(SLURM_GPUS_ON_NODE="0", PYTHON=shutil.which("false")) == (2, "", "", "")
 
 
 @pytest.mark.parametrize(
     ("program", "image", "asked"),
     [
-        ("apptainer", "ddp.sif", f"exec --bind {ROOT}:{ROOT} --pwd {ROOT} --nv ddp.sif "),
+        ("apptainer", "ddp.sif", rf"exec --bind {ROOT}:{ROOT},\S+/runs:\S+/runs --pwd {ROOT} --nv ddp.sif "),
         ("srun", "ddp.sqsh", r"(?=.*--container-image=ddp.sqsh).* --overlap --nodes=1 --ntasks=1 --nodelist=\S+ "),
     ],
 )
-def test_a_sweep_uses_the_containers_python(array, tmp_path, program, image, asked):
+def test_a_sweep_uses_the_containers_python(sweep, tmp_path, program, image, asked):
     script = f"""#!/usr/bin/env bash
         if [[ $1 == --help ]]; then exec echo "--container-image=[USER@]IMAGE"; fi
         echo "$*" >{tmp_path}/asked
@@ -1338,5 +1365,5 @@ def test_a_sweep_uses_the_containers_python(array, tmp_path, program, image, ask
         exec {sys.executable} "${{@:2}}"
     """
     write_program(tmp_path / program, script)
-    assert array(CONTAINER_IMAGE=image, PYTHON="") == (0, "ddp --lr 0.2 --seed 3\n", "")
+    assert sweep(CONTAINER_IMAGE=image, PYTHON="") == (0, "", POINT, "")
     assert re.match(asked + "python3 -m slurm.sweep ", (tmp_path / "asked").read_text())
