@@ -11,7 +11,7 @@ from typing import Any
 from scripts.launch.tables import markdown_table
 
 PARTS = {
-    **dict.fromkeys(("small-data", "jpeg", "remote", "step", "overlap"), 3),
+    **dict.fromkeys(("small-data", "jpeg", "remote", "step"), 3),
     "scaling": 2,
     **dict.fromkeys(("wire", "launch"), 3),
     "checkpoint": 5,

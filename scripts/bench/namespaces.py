@@ -27,7 +27,7 @@ from scripts.launch.command import ROOT, CommandParser, command, count, parse
 from scripts.launch.processes import run_in_foreground
 
 MODULE = "scripts.bench.namespaces"
-PARTS = ("overlap", "scaling", "wire", "plan")
+PARTS = ("scaling", "wire", "plan")
 
 
 def measure_here(part: str, rounds: int) -> Iterator[Figure]:

@@ -102,14 +102,6 @@ QUESTIONS = (
         ),
     ),
     Question(
-        "overlap",
-        "Does the exchange hide behind computing?",
-        ("overlap",),
-        "step, ddp fp32, computing 1 x",
-        "Where computing and communication take equally long, a step of ddp takes {times} times as long as "
-        "with perfect overlap",
-    ),
-    Question(
         "images",
         "What do images cost?",
         ("jpeg", "remote"),

@@ -2,7 +2,8 @@
 
 The recipes run as `make run` starts them, with a network for each node (scripts/bench/namespaces.py). The model
 is resnet18 with 1,000 classes, 11.68 M parameters, on images of 16x16, two for each rank: gradients of real size
-after as little computing as can be.
+after as little computing as can be. With 32 and 64 for each rank, computing takes about as long as sending, and
+twice as long: an exchange that did not hide behind it would show.
 
 A timed run begins on links without a limit, which are narrowed on the way. A step takes at least the longer of two
 times of the same round: forward, its bytes on the link, and the update of all weights, one after the other; and a
@@ -63,10 +64,13 @@ class Variant:
     is_timed: bool = False  # whether its time is measured in every round; else in the first
     warm: int = 4  # steps that are left out
     overlaps: bool = True  # whether it exchanges while it computes
+    rank_batch: int = RANK_BATCH
 
 
 VARIANTS = (
     Variant("ddp-fp32", "ddp", is_timed=True),
+    Variant("ddp-fp32, 32 samples a rank", "ddp", is_timed=True, rank_batch=32),
+    Variant("ddp-fp32, 64 samples a rank", "ddp", is_timed=True, rank_batch=64),
     Variant("ddp-fp16", "ddp", ("--grad-compression", "fp16"), bytes_per_parameter=2, is_timed=True),
     Variant("ddp-bf16", "ddp", ("--grad-compression", "bf16"), bytes_per_parameter=2),
     Variant("ddp-powersgd", "ddp", ("--grad-compression", "powersgd"), 0, warm=12),  # ten are in fp32
@@ -128,17 +132,18 @@ class Measured:
         return Figure(name, *values, "<= 1.05", peer, f"{step_ms:.0f} ms against {bare_ms:.0f} ms", is_limit=True)
 
 
-def workload(nodes: int) -> list[str]:
-    """Return the options that say what is computed."""
-    data = f"--model {MODEL} --data synthetic --image-size {IMAGE_SIZE} --num-samples 1000"
-    return f"{data} --global-batch-size {RANK_BATCH * nodes} --device cpu".split()
+def workload(variant: Variant, nodes: int) -> list[str]:
+    """Return the options that say what is computed, in an epoch that is longer than a run."""
+    batch = variant.rank_batch * nodes
+    data = f"--model {MODEL} --data synthetic --image-size {IMAGE_SIZE} --num-samples {max(1000, 50 * batch)}"
+    return f"{data} --global-batch-size {batch} --device cpu".split()
 
 
 def command_of(variant: Variant, net: Network, nodes: int, steps: int, run: Path) -> list[str]:
     """Return what starts a run of a recipe."""
     # An untrained model on noise, in halves: gentle steps, so that nothing overflows.
     more = f"--max-steps {steps} --log-every {LOG_EVERY} --lr 0.001".split()
-    return recipe_command(variant.recipe, run, [*workload(nodes), *more, *variant.options], nodes, net)
+    return recipe_command(variant.recipe, run, [*workload(variant, nodes), *more, *variant.options], nodes, net)
 
 
 def count_bytes(variant: Variant, net: Network, nodes: int, folder: Path) -> list[float]:
@@ -170,20 +175,20 @@ def time_steps(variant: Variant, net: Network, nodes: int, folder: Path) -> tupl
     shutil.rmtree(folder / "run")
     if len(narrow) < 2:
         raise RuntimeError(f"{variant.name}: its steps ended before the links were narrow; raise NARROW")
-    step_s, free_s = (RANK_BATCH * nodes / median(found) for found in (narrow, free))
+    step_s, free_s = (variant.rank_batch * nodes / median(found) for found in (narrow, free))
     return step_s, free_s
 
 
-def time_alone(overlaps: bool, net: Network, nodes: int) -> float:
+def time_alone(variant: Variant, net: Network, nodes: int) -> float:
     """Return the seconds of a step without backward, or of all its computing, on all nodes at once."""
-    flags = [*(["--without-backward"] if overlaps else []), "--steps", "20"]
-    return bare_step_ms(net, nodes, max(1, count_cores() // nodes), flags, workload(nodes)) / 1e3
+    flags = [*(["--without-backward"] if variant.overlaps else []), "--steps", "20"]
+    return bare_step_ms(net, nodes, max(1, count_cores() // nodes), flags, workload(variant, nodes)) / 1e3
 
 
 def time_bare(variant: Variant, net: Network, nodes: int) -> float:
     """Return the median seconds of a step of a bare loop with Horovod, on narrow links, as of the recipe's."""
     flags = ["--horovod", variant.options[-1], "--steps", str(NARROW)]
-    options = [*workload(nodes), "--log-every", str(LOG_EVERY)]
+    options = [*workload(variant, nodes), "--log-every", str(LOG_EVERY)]
     with net.narrowed(nodes, RATE_MBIT):
         return bare_step_ms(net, nodes, max(1, count_cores() // nodes), flags, options, "median_ms") / 1e3
 
@@ -195,17 +200,22 @@ def measure(rounds: int, folder: Path) -> list[Figure]:
     found = []
     for nodes in NODES:
         for variant in variants:
+            if nodes > TIMED_NODES and variant.rank_batch > RANK_BATCH:
+                continue  # it sends the same bytes, and its times are of two nodes
             found.append(Measured(variant, nodes, count_bytes(variant, net, nodes, folder)))
             print(f"  {found[-1].bytes_figure().name}: {found[-1].bytes_figure().measured:.4f}", flush=True)
     timed = [one for one in found if one.nodes == TIMED_NODES]
     for number in range(rounds):
-        alone_s = {overlaps: time_alone(overlaps, net, TIMED_NODES) for overlaps in (True, False)}
+        alone_s: dict[tuple[bool, int], float] = {}
         for one in timed:
+            work = (one.variant.overlaps, one.variant.rank_batch)
             if number == 0 or one.variant.is_timed:
                 step_s, free_s = time_steps(one.variant, net, one.nodes, folder)
                 one.step_s.append(step_s)
                 one.free_s.append(free_s)
-                one.alone_s.append(alone_s[one.variant.overlaps])
+                if work not in alone_s:
+                    alone_s[work] = time_alone(one.variant, net, TIMED_NODES)
+                one.alone_s.append(alone_s[work])
                 if one.variant.recipe == "horovod":
                     one.bare_s.append(time_bare(one.variant, net, one.nodes))
                 print(f"  {one.variant.name}: {1e3 * step_s:.0f} ms, {1e3 * free_s:.0f} on free links", flush=True)

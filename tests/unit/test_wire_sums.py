@@ -11,7 +11,7 @@ import torch
 from recipes.common.data import load_data
 from recipes.common.models.models import build_model
 from recipes.single.train import options
-from scripts.bench import overlap, plan, programs, wire
+from scripts.bench import plan, programs, wire
 from scripts.bench.wire import IMAGE_SIZE, MODEL, PARAMETERS, Measured, Variant
 from scripts.lab.network import Network
 from scripts.plan.cost_model import ring_bytes
@@ -113,16 +113,3 @@ def test_ranks_sleep_while_exchanges_are_measured_alone(monkeypatch):
     assert looks == []
     assert probed["bucket_s"] >= 0.02 / 6
     assert 0 < probed["busy_step_s"] < 0.01
-
-
-def test_no_step_is_below_the_longer_of_two_sums():
-    rounds = {
-        "compute": [1.0, 3.0, 3.0],
-        "forward": [0.4, 1.0, 1.0],
-        "update": [0.1, 0.2, 0.3],
-        "communication": [2.0, 1.0, 1.0],
-        "exchange_work": [0.1, 0.0, 0.5],
-        "step": [2.5, 3.3, 7.0],
-    }
-    assert overlap.limits(rounds) == [2.5, 3.0, 3.5]
-    assert overlap.figure("fp32", 1.0, 4, [2**20], rounds).values == pytest.approx((1.1, 1.0, 2.0))
