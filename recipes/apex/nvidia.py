@@ -49,7 +49,7 @@ class ApexAmp:
         warnings.filterwarnings("ignore", "apex.* is deprecated", FutureWarning)
         self.args, self.apex_amp = args, amp
         if args.sync_batchnorm:
-            # Apex: batch-norm layers exchange mean and variance, 2C floats per layer and pass.
+            # Apex: a batch-norm layer gathers 2C + 1 floats of each rank in forward, and sums 2C in backward.
             model = parallel.convert_syncbn_model(model)
         optimizer = build_optimizer(args, model, world)
         # Apex: initialize() needs a model on its GPU and an optimizer with parameters, and comes before DDP. O1

@@ -60,7 +60,8 @@ class TorchAmp:
     def __init__(self, model: nn.Module, args: ApexOptions, world: World, data: Data, why: str) -> None:
         self.args, self.device, self.level = args, world.device, args.opt_level
         self.half = half_type(world.device)
-        # DDP: with --sync-batchnorm, batch-norm layers exchange 2C + 1 floats per layer and pass.
+        # DDP: with --sync-batchnorm, a layer gathers 2C + 1 floats of each rank in forward, and sums 2C in
+        # backward.
         if args.sync_batchnorm:
             from recipes.common.models.batchnorm import sync_batch_norm
 

@@ -74,7 +74,7 @@ options = partial(parse, DDPOptions, "ddp", __doc__)
 
 def wrap(model: nn.Module, args: DDPOptions, world: World, data: Data) -> DistributedDataParallel:
     """Wrap the model so that its gradients are averaged over all ranks; call it on all ranks."""
-    # DDP: with --sync-batchnorm, batch-norm layers exchange 2C + 1 floats per layer and pass.
+    # DDP: with --sync-batchnorm, a layer gathers 2C + 1 floats of each rank in forward, and sums 2C in backward.
     if args.sync_batchnorm:
         from recipes.common.models.batchnorm import sync_batch_norm
 

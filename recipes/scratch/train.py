@@ -133,7 +133,8 @@ def ring_all_reduce(buffer: Tensor, rank: int, size: int, traffic: Traffic) -> N
 
 def wrap(model: nn.Module, args: ScratchOptions, world: World) -> nn.Module:
     """Return the model with rank 0's parameters; call it on all ranks."""
-    # Scratch: torch does this: with --sync-batchnorm, layers exchange 2C + 1 floats per layer and pass.
+    # Scratch: torch does this: with --sync-batchnorm, a layer gathers 2C + 1 floats of each rank in forward, and
+    # sums 2C in backward.
     if args.sync_batchnorm:
         from recipes.common.models.batchnorm import sync_batch_norm
 
