@@ -59,7 +59,7 @@ ONLY_FOR = {
 """The values of --data to which an option applies; other options apply to all."""
 
 MOST_GRAPHS = 8
-"""Times that torch compiles a model before it leaves the rest uncompiled: torch._dynamo.config.recompile_limit."""
+"""Times that torch compiles a model before it leaves the rest uncompiled: torch.compiler's recompile_limit."""
 
 STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 TEXT_DEFAULTS = {"model": "gpt-tiny", "optimizer": "adamw"}

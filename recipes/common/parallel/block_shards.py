@@ -53,7 +53,7 @@ def shard_blocks(model: nn.Module, args: Options, **settings: Any) -> FSDPModule
         fully_shard(norm, mp_policy=precision(replace(args, amp="none")), **settings)  # fp32 statistics need that
     if args.compile:
         # Torch counts the graphs of all blocks of a class together.
-        torch._dynamo.config.recompile_limit = MOST_GRAPHS * max(1, len(chosen))
+        torch.compiler.config.recompile_limit = MOST_GRAPHS * max(1, len(chosen))
     for block in chosen:
         compile_forward(block, args)
         block.register_forward_hook(copy_views)
