@@ -64,8 +64,8 @@ def main() -> None:
     turn = (1j * positions[:, None] * 10_000 ** -torch.arange(0, 1, 2 * HEADS / WIDTH, device=device)).exp()
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        turned = (torch.complex(*vectors.chunk(2, -1)) * turn for vectors in (q, k))  # rotary positions
-        q, k = (torch.cat((vectors.real, vectors.imag), -1) for vectors in turned)
+        turned = (torch.complex(*vectors.float().chunk(2, -1)) * turn for vectors in (q, k))  # rotary positions
+        q, k = (torch.cat((vectors.real, vectors.imag), -1).to(v.dtype) for vectors in turned)
         # Context: all-gathers keys and values, and in backward reduce-scatters their gradients: each time, a rank
         # sends (N-1)/N of 8 x B x SEQ_LEN x WIDTH bytes. All else needs no other rank's positions.
         both = DTensor.from_local(torch.stack((k, v)), cp, [Shard(3)]).full_tensor(grad_placements=[Partial()])

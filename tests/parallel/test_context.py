@@ -468,6 +468,24 @@ def texts(tmp_path_factory):
     return folder / "page", folder / "split"
 
 
+def run_the_page_in_bf16(argv):
+    torch.set_autocast_dtype("cpu", torch.bfloat16)
+    torch.set_autocast_enabled("cpu", True)
+    torch.set_autocast_cache_enabled(False)  # only the end of an autocast block would clear it
+    run_page("context", argv)
+
+
+def test_the_page_trains_under_autocast(texts, tmp_path):
+    """The tolerance is that of the recipe's bf16."""
+    argv = ["--epochs", "1", "--log-every", "1", "--text", str(texts[0])]
+    curves = []
+    for setup in (functools.partial(run_page, "context"), run_the_page_in_bf16):
+        outcome = run_ranks("context", [], 2, tmp_path, setup=functools.partial(setup, argv), OMP_NUM_THREADS="1")
+        curves.append(read_page(outcome.outputs[0])[0])
+    assert curves[1] == pytest.approx(curves[0], rel=2.0**-8)
+    assert curves[1] != pytest.approx(curves[0], rel=1e-6)
+
+
 def read_page(text):
     """Return the losses of the page's steps, the test losses of its epochs, and its last line."""
     steps, epochs = (re.findall(rf"^{kind} (\S+)$", text, re.MULTILINE) for kind in KINDS)
