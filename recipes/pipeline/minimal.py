@@ -74,7 +74,7 @@ def main() -> None:
         batches = order.to(device).split(BATCH_SIZE)[:steps_per_epoch]  # full batches
         for step, batch in enumerate(batches, epoch * steps_per_epoch + 1):
             optimizer.zero_grad()
-            share = batch.tensor_split(replicas)[dp.rank()]  # DDP: each replica takes its share of the same batch
+            share = batch.view(replicas, 4, -1)[dp.rank()].flatten()  # DDP: a replica's share, in 4 equal parts
             losses: list[Tensor] = []  # filled on the last stage; equal microbatches, so their mean is the batch's
             schedule.step(*([images[share]] if stage == 0 else []), target=labels[share], losses=losses)
             loss = torch.stack(losses).mean() if losses else torch.zeros((), device=device)

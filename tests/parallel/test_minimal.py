@@ -19,7 +19,7 @@ import torch
 
 from tests.conftest import need_horovod
 from tests.page import run_page, shuffle_as_the_pages
-from tests.support import ROOT, losses, metrics, run_command, run_ranks, train
+from tests.support import ROOT, Ranks, losses, metrics, run_command, run_ranks, train
 
 ON_DIGITS = ["single", "dataparallel", "ddp", "spawn", "horovod", "apex", "fsdp", "tensor", "pipeline", "scratch"]
 PAGES = [*ON_DIGITS, "context"]
@@ -142,6 +142,14 @@ def test_shards_are_updated_as_on_a_gpu(reference, tmp_path, page):
     argv, started = options_of(page, 2, 2)
     found = run(page, tmp_path, started, ["--epochs", "1", *argv], run_page=run_with_steps_of_a_gpu)
     assert found.losses == pytest.approx({step: reference.losses[step] for step in range(1, 23)}, rel=1e-5)
+
+
+def test_replicas_of_a_pipeline_that_do_not_divide_the_batch_are_refused(tmp_path):
+    """Microbatches of unequal sizes would count as equal ones in the loss."""
+    setup = functools.partial(run_page, "pipeline", ["--epochs", "1", "--stages", "1"])
+    outcome = Ranks("pipeline", [], 3, tmp_path, setup=setup, OMP_NUM_THREADS="1").wait(60)
+    assert outcome.statuses == [1, 1, 1], outcome.text
+    assert "shape '[3, 4, -1]' is invalid for input of size 64" in outcome.text
 
 
 def test_a_complete_run_only_repeats_its_result(tmp_path):
