@@ -342,8 +342,6 @@ class Options(TrainingOptions):
         if self.sharded_checkpoints and not self.has_shards:
             fix = "drop it, or use fsdp, tensor, or context with --fully-shard"
             raise UserError(f"--sharded-checkpoints: the ranks of this recipe hold no shards; {fix}")
-        if self.amp == "fp16" and self.has_shards:
-            raise UserError("--amp fp16: a gradient scaler sees only a rank's own shards; use --amp bf16")
         self.check_optimizer()
         if self.compile_mode != "default" and not self.compile:
             raise UserError(f"--compile-mode {self.compile_mode} is for compiled models; add --compile")

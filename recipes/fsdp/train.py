@@ -166,7 +166,7 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
             loss = job.loss(same_use.forward(inputs), targets)
             same_use.check_loss(loss)
             # FSDP: gradients are averaged over the ranks; this factor makes the result the global batch's mean.
-            (loss * world.world_size).backward()
+            job.scaler.scale(loss * world.world_size).backward()
             finish_gathers(model, world.device, has_exchanged=is_last)
         if is_last:
             same_use.check_gradients()

@@ -64,6 +64,10 @@ class TensorOptions(Options):
     def check(self) -> None:
         """Raise UserError if options do not combine."""
         super().check()
+        if self.amp == "fp16":
+            # Tensor: torch sums up whether gradients overflow as the first of them is placed.
+            what = "a gradient scaler does not take split and whole gradients together"
+            raise UserError(f"--amp fp16: {what}; use --amp bf16")
         if self.sync_batchnorm:
             raise UserError("--sync-batchnorm: each replica normalises its own share; use --batchnorm-group")
         if self.tensor_parallel == 1 and (self.sequence_parallel or self.loss_parallel):

@@ -320,8 +320,8 @@ def _by_shards(
     """
     within, across = cluster.split(method.shards(cluster.ranks))
     sizes, passes = [one.nbytes for one in ddp_messages(gradients, BLOCK_BYTES)], method.accumulate_steps
-    # Parts of an all-reduce of the fp32 weights: bf16 halves a gather; gloo's reduce-scatter is a full all-reduce.
-    parts = 0.25 if method.amp == "bf16" else 0.5, 1.0 if method.device == "cpu" else 0.5
+    # Parts of an all-reduce of the fp32 weights: --amp halves a gather; gloo's reduce-scatter is a whole one.
+    parts = 0.5 if method.amp == "none" else 0.25, 1.0 if method.device == "cpu" else 0.5
     gathers, scatters = ([all_reduce(size, within, "ring", part) for size in sizes] for part in parts)
     # The copies of a shard average its gradients, all shards of a node at the same time.
     copies = all_reduce(sum(sizes) / within.ranks, across, method.algorithm)

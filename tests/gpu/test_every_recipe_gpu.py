@@ -18,7 +18,18 @@ from recipes.common.data.shards import pack
 from tests.conftest import need_gpus, need_horovod, require
 from tests.images import make_images
 from tests.parallel import test_minimal as minimal
-from tests.support import ROOT, Ranks, accuracies, largest_difference, losses, run_ranks, train, weights, words_for
+from tests.support import (
+    ROOT,
+    Ranks,
+    accuracies,
+    largest_difference,
+    losses,
+    newest_checkpoint,
+    run_ranks,
+    train,
+    weights,
+    words_for,
+)
 
 STEPS = ("--max-steps", "60", "--seed", "1", "--deterministic", "--no-tf32")
 FP32 = 1000 * 2**-24
@@ -203,6 +214,21 @@ def test_shards_in_main_memory_equal_the_cpu_and_resume(tmp_path, cpu):
     middle = run / "checkpoints" / "step-000000030.pt"
     later = train("fsdp", tmp_path / "later", 1, *words, "--start-from", str(middle))
     assert largest_difference(weights(later), weights(run)) < 1e-5
+
+
+@pytest.mark.parametrize("own", [(), ("--cpu-offload",), ("--replicas", "2"), ("--optimizer", "adamw")], ids=str)
+def test_shards_under_a_loss_scale_stay_close_and_resume_exactly(tmp_path, own):
+    """All ranks skip a step if a shard overflows. The tolerance is that of test_ddp_gpu.py."""
+    need_gpus(2)
+    words = (*STEPS, "--max-steps", "20", "--checkpoint-every", "10", "--amp", "fp16", *own)
+    run = train("fsdp", tmp_path, 2, *words, "--device", "cuda")
+    alone = [word for word in words if word not in ("--cpu-offload", "--replicas", "2")]
+    single = train("single", tmp_path, 1, *alone, "--device", "cuda")
+    assert losses(run) == pytest.approx(losses(single), rel=(10 * 20) ** 0.5 * 3 * 2**-11)
+    assert newest_checkpoint(run)["scaler"] == newest_checkpoint(single)["scaler"]
+    middle = str(run / "checkpoints" / "step-000000010.pt")
+    later = train("fsdp", tmp_path / "later", 2, *words, "--device", "cuda", "--start-from", middle)
+    assert losses(later, after=10) == losses(run)[10:]
 
 
 @pytest.mark.parametrize(("gpus", "recipe", "own"), [(2, "fsdp", ()), (4, "tensor", ("--fully-shard",))])

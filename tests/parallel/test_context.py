@@ -105,7 +105,7 @@ def test_given_weights_are_evaluated_as_by_single(single, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", ["bf16", "fp16", f"bf16 {FULL}"])
+@pytest.mark.parametrize("words", ["bf16", "fp16", f"bf16 {FULL}", f"fp16 {FULL}"])
 def test_half_precision_stays_close(tmp_path, words):
     """2^-8 is bfloat16's rounding error. The steps change the loss by a fifth."""
     amp, *switches = words.split()
@@ -395,7 +395,6 @@ def test_a_length_that_only_the_data_know_is_refused_once_they_are_loaded(tmp_pa
             "--context-parallel 1",
             "--fully-shard: --context-parallel 1 divides nothing; drop it, or use RECIPE=fsdp",
         ),
-        ("--amp fp16", "--amp fp16: a gradient scaler sees only a rank's own shards; use"),
     ],
 )
 def test_what_shards_cannot_do_is_refused(words, message):

@@ -37,6 +37,7 @@ from tests.support import (
     largest_difference,
     losses,
     metrics,
+    newest_checkpoint,
     start_run,
     train,
     weights,
@@ -44,6 +45,7 @@ from tests.support import (
 
 HERE = "tests.parallel.test_fsdp"
 TEXT = ("--data", "text", "--data-dir", str(TEXT_DIR))
+DIGITS = ("--max-steps", "20", "--checkpoint-every", "10")
 STEPS = (*TEXT, "--model", "gpt-tiny", "--seq-len", "16", "--max-steps", "4", "--clip-grad-norm", "1")
 
 
@@ -137,6 +139,20 @@ def test_bf16_gathers_half_and_stays_close(single, tmp_path):
 
 
 @pytest.mark.slow
+def test_fp16_stays_close_to_that_of_single_and_resumes_exactly(tmp_path):
+    """The tolerance is that of test_ddp.py: 10 roundings in a pass, of which two are compared."""
+    argv = (*DIGITS, "--amp", "fp16", "--clip-grad-norm", "1")
+    single, run = train("single", tmp_path, 1, *argv), train("fsdp", tmp_path, 2, *argv)
+    for step, (ours, theirs) in enumerate(zip(losses(run), losses(single), strict=True)):
+        assert ours == pytest.approx(theirs, rel=3 * (10 * (step + 1) * 2) ** 0.5 * 2.0**-11), step
+    assert newest_checkpoint(run)["scaler"] == newest_checkpoint(single)["scaler"]
+    assert newest_checkpoint(run)["scaler"]["scale"] > 1
+    start = run / "checkpoints/step-000000010.pt"
+    again = train("fsdp", tmp_path / "again", 2, *argv, "--start-from", str(start))
+    assert losses(again, after=10) == losses(run)[10:]
+
+
+@pytest.mark.slow
 def test_bf16_weights_are_half_the_bytes_and_gradients_all_of_them(tmp_path):
     """Two gathers and a sum of gradients, which gloo sends twice: fp32 sends 2 + 2, bf16 1 + 2 (NCCL: 3 and 2).
 
@@ -152,12 +168,12 @@ def test_bf16_weights_are_half_the_bytes_and_gradients_all_of_them(tmp_path):
     assert all(0.64 < other / plain < 0.78 for other in others), sent
 
 
-def spoil_own_shards(step):
-    """Make rank 1's gradient shards infinite in a step; those of other ranks stay finite."""
+def spoil_own_shards(step, ranks="1"):
+    """Make these ranks' gradient shards infinite in a step; those of other ranks stay finite."""
     update = fsdp.update
 
     def spoilt(job, check):
-        if os.environ["RANK"] == "1" and job.position.step + 1 == step:
+        if os.environ["RANK"] in ranks and job.position.step + 1 == step:
             for parameter in job.model.parameters():
                 parameter.grad.to_local().fill_(float("inf"))
         update(job, check)
@@ -186,6 +202,20 @@ def test_all_ranks_leave_out_a_step_of_which_one_has_a_bad_gradient(tmp_path):
         runs.append(tmp_path / fault.__name__)
     assert losses(runs[0]) == losses(runs[1])
     assert largest_difference(*map(weights, runs)) == 0
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", *slow("adamw")])
+def test_all_ranks_leave_out_a_step_of_fp16_if_one_overflows(tmp_path, optimizer):
+    """Rank 3 has no row of the first layer."""
+    runs = []
+    for ranks in ("none", "1", "0123"):
+        argv = ("--max-steps", "4", "--device", "cpu", "--amp", "fp16", "--optimizer", optimizer)
+        setup = functools.partial(spoil_own_shards, 3, ranks)
+        runs.append(train("fsdp", tmp_path / ranks, 4, *argv, setup=setup))
+    usual, *scales = (newest_checkpoint(run)["scaler"]["scale"] for run in runs)
+    assert scales == [usual / 2] * 2
+    assert losses(runs[1]) == losses(runs[2])
+    assert largest_difference(*map(weights, runs[1:])) == 0
 
 
 def show_sampling(run):

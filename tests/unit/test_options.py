@@ -136,10 +136,9 @@ POWERSGD = ["--grad-compression", "powersgd"]
         ("pipeline", ["--schedule", "1f1b", "--num-microbatches", "1"], "use at least 2, or --schedule gpipe"),
         ("pipeline", ["--amp", "fp16"], "use --amp bf16"),
         ("pipeline", ["--sync-batchnorm"], "use --batchnorm-group"),
-        ("tensor", ["--amp", "fp16"], "a gradient scaler sees only a rank's own shards; use --amp bf16"),
+        ("tensor", ["--amp", "fp16"], "does not take split and whole gradients together; use --amp bf16"),
         ("tensor", ["--sync-batchnorm"], "each replica normalises its own share; use --batchnorm-group"),
         ("context", ["--sync-batchnorm"], "this recipe has none; use RECIPE=ddp, or --batchnorm-group"),
-        ("fsdp", ["--amp", "fp16"], "a gradient scaler sees only a rank's own shards; use --amp bf16"),
         ("fsdp", ["--sync-batchnorm"], "fsdp normalises each rank's share by itself; use --batchnorm-group"),
         (
             "ddp",

@@ -64,7 +64,7 @@ def shard_blocks(model: nn.Module, args: Options, **settings: Any) -> FSDPModule
 
 
 def precision(args: Options) -> MixedPrecisionPolicy:
-    """Return FSDP's form of --amp: bf16 weights cross the wire as half the bytes; gradients are summed in fp32."""
+    """Return FSDP's form of --amp: 16-bit weights cross the wire as half the bytes; gradients are summed in 32."""
     if args.amp == "none":
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     return MixedPrecisionPolicy(param_dtype=AMP_DTYPES[args.amp], reduce_dtype=torch.float32)
