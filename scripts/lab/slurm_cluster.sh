@@ -81,8 +81,7 @@ write_configuration() {
         for ((i = 1; i <= nodes; i++)); do printf '%s n%d\n::ffff:%s n%d\n' "$subnet.$i" "$i" "$subnet.$i" "$i"; done
     } >"$state/hosts"
     echo "options timeout:1 attempts:1" >"$state/resolv.conf" # nobody to ask: a look-up fails at once
-    cat >"$state/slurm.conf" <<CONF
-ClusterName=recipes
+    cat >>"$state/slurm.conf" <<CONF
 SlurmctldHost=ctl($subnet.254)
 SlurmUser=root
 SlurmdUser=root
@@ -168,10 +167,11 @@ up() {
     remove_state
     mkdir -p "$state"
     chmod 755 "$state"
-    write_configuration "$nodes"
-    write_activate
     trap 'exit 130' INT
     trap abandon EXIT # TERM and HUP, too
+    echo ClusterName=recipes >"$state/slurm.conf" # first: by this line, remove_state knows the folder
+    write_configuration "$nodes"
+    write_activate
     SLURM_CONF=$state/slurm.conf setsid unshare --pid --fork --kill-child=KILL --mount-proc --mount --net --uts --ipc \
         --propagation private "$here" init "$nodes" &>"$state/init.out" </dev/null &
     local parent=$! i first

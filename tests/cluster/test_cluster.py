@@ -13,7 +13,7 @@ import pytest
 
 from tests.cluster.cluster import Cluster
 from tests.cluster.conftest import require_slurm
-from tests.support import ROOT, Command, has_ended, run_command, wait_until
+from tests.support import ROOT, Command, has_ended, run_command, wait_until, write_program
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +59,9 @@ def test_down_leaves_nothing(tmp_path_factory):
 def test_up_that_is_interrupted_leaves_no_process(tmp_path, moment):
     require_slurm()
     cluster = Cluster(tmp_path / "c")
-    up = Command("scripts/lab/slurm_cluster.sh", "up", "1", SLURM_CLUSTER_DIR=str(cluster.folder))
+    write_program(tmp_path / "nsenter", "exit 1")  # never seen to be ready: the signal does not come too late
+    own = {"SLURM_CLUSTER_DIR": str(cluster.folder), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    up = Command("scripts/lab/slurm_cluster.sh", "up", "1", **own)
     wait_until((cluster.folder / moment).exists, 20, lambda: up.text)
     os.killpg(up.process.pid, signal.SIGINT)
     assert up.wait(20).status in (130, -signal.SIGINT)
