@@ -56,6 +56,12 @@ class Case:
         variables = {**self.fact(rank, "variables", {}), **self.ranks.get(rank, {}).get("fabric", {})}
         return variables.get("FABRIC") or "auto"
 
+    def may_use_rdma(self, rank: int) -> bool:
+        """Return whether a node's job may use RDMA: not over TCP, also where FABRIC=auto is TCP by fabric.sh."""
+        fabric = self.fabric(rank)
+        is_disabled = self.ranks.get(rank, {}).get("fabric", {}).get("NCCL_IB_DISABLE") == "1"
+        return fabric != "tcp" and not (fabric == "auto" and is_disabled)
+
     def name(self, rank: int) -> str:
         """Return a node's name for the report."""
         host = self.fact(rank, "host")

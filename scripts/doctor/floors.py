@@ -72,7 +72,7 @@ def rails(case: Case) -> Findings:
             speeds = [speed for other, speed in links.items() if case.machine(int(other)) != case.machine(node)]
             if str(rank.get("device", "")).startswith("cuda") and speeds and max(speeds) < least:
                 slow[rank["local_rank"]] = max(speeds)
-        if slow and case.fabric(node) != "tcp":
+        if slow and case.may_use_rdma(node):
             which = f"{'rails' if len(slow) > 1 else 'the rail'} of local rank {', '.join(map(str, sorted(slow)))}"
             speed = f"{median(slow.values()):.0f} Gbit/s, at least {least:.0f} are expected"
             fix = "see the transport (NCCL_DEBUG=INFO), the port (ibstat), its cable, and NCCL_IB_HCA"

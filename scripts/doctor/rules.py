@@ -186,7 +186,7 @@ def limits(case: Case) -> Findings:
             what = f"{most}, and its store for {ranks} ranks needs {needed}"
             yield case.error(rank, what, f"ulimit -Hn {needed} or more (limits.conf, LimitNOFILE= {where})")
         rdma = case.fact(rank, "rdma")
-        if rdma and 0 <= locked < LOCKED_BYTES and case.fabric(rank) != "tcp":
+        if rdma and 0 <= locked < LOCKED_BYTES and case.may_use_rdma(rank):
             what = f"a process may lock {locked // 1024} KiB of memory, too little for {rdma[0]}"
             fix = f"ulimit -l unlimited (limits.conf, LimitMEMLOCK=infinity {where})"
             yield case.error(rank, what, fix)

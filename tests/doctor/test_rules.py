@@ -320,7 +320,7 @@ def test_the_report_says_over_what_nccl_goes():
     assert said == ["NCCL uses IB on node 0 (n0), node 1 (n1)", "NCCL uses Socket on node 2 (n2)"]
 
 
-def test_where_tcp_is_asked_for_rdma_need_not_work():
+def test_where_tcp_is_chosen_or_asked_for_rdma_need_not_work():
     """A pod's /sys shows the machine's devices."""
     case = fleet()
     set_ranks(case, network="Socket", links_gbit_s={"0": 20.0, "1": 20.0}, rail_gbit_s={"0": 19.0, "1": 19.0})
@@ -328,6 +328,9 @@ def test_where_tcp_is_asked_for_rdma_need_not_work():
         one["rdma"] = ["mlx5_0"]
         one["limits"]["locked_bytes"] = 65536
     assert {finding.rule for finding in judge(case)} == {"rails", "transport", "limits"}
+    for found in case.ranks.values():
+        found["fabric"] = {"FABRIC": "auto", "NCCL_IB_DISABLE": "1"}  # as fabric.sh leaves it if no device opens
+    assert {(finding.rule, finding.severity) for finding in judge(case)} == {("transport", "warning")}
     for found in case.ranks.values():
         found["fabric"] = {"FABRIC": "tcp"}
     assert judge(case) == []
