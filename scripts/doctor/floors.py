@@ -1,10 +1,14 @@
 """Absolute floors: what a GPU, its links and its network have to reach, even if all nodes are equally slow.
 
-A comparison with other nodes does not show that all of them have fallen back: to an older PCIe generation, from
-NVLink to PCIe, or from RDMA to TCP. The floors lie between the two speeds: about half of the data sheet
-(scripts/plan/fabrics.py) for matrix products, above PCIe 4 for GPUs on PCIe 5, above PCIe for NVLink, and half of
-the port's rate for a rail. On boards of four GPUs without NVSwitch, a pair has a third of a GPU's NVLinks. They
-have not been measured on every kind of GPU; Azure's health checks require more (55 GB/s from the host to an H200).
+A comparison with other nodes does not show that all of them have fallen back: from NVLink to PCIe, or from RDMA to
+TCP. The floors lie between the two speeds: about half of the data sheet (scripts/plan/fabrics.py) for matrix
+products, above PCIe for NVLink, and half of the port's rate for a rail. On boards of four GPUs without NVSwitch, a
+pair has a third of a GPU's NVLinks. They have not been measured on every kind of GPU; Azure's health checks
+require more (55 GB/s from the host to an H200).
+
+The link to the host is as old as its older end: H100 and H200 on PCIe 4 (AWS p5, p5e) copy 25 GB/s instead of 50,
+A100 on PCIe 3 (AWS p4d, GCP a2) 12 instead of 24. Its floors lie below that, so that they find what is broken, not
+what is older. They do not show that a newer link has fallen back by one generation, or to half its lanes.
 """
 
 from __future__ import annotations
@@ -24,18 +28,18 @@ def minimum(tflops: float, host_gb_s: float, peer_gb_s: float = 0.0) -> dict[str
 
 FLOORS = {
     "B200": minimum(1100.0, 40.0, 350.0),
-    "H200 NVL": minimum(400.0, 40.0),
+    "H200 NVL": minimum(400.0, 18.0),
     "GH200": minimum(450.0, 40.0, 100.0),
-    "H200": minimum(450.0, 40.0, 100.0),
-    "H100 80GB HBM3": minimum(450.0, 40.0, 100.0),
-    "H100 PCIe": minimum(300.0, 18.0),  # also in servers with PCIe 4
-    "A100-SXM4": minimum(150.0, 18.0, 60.0),
-    "A100-PCIE": minimum(140.0, 18.0),
-    "A100 80GB PCIe": minimum(140.0, 18.0),
+    "H200": minimum(450.0, 18.0, 100.0),
+    "H100 80GB HBM3": minimum(450.0, 18.0, 100.0),
+    "H100 PCIe": minimum(300.0, 18.0),
+    "A100-SXM4": minimum(150.0, 9.0, 60.0),
+    "A100-PCIE": minimum(140.0, 9.0),
+    "A100 80GB PCIe": minimum(140.0, 9.0),
 }
 """Keyed by a part of the GPU's name in torch; the first match counts."""
 
-PCIE = "see the PCIe link (nvidia-smi -q -d PCIE), NUMA binding, IOMMU"
+PCIE = "see the PCIe link (GPU Link Info of nvidia-smi -q), NUMA binding, IOMMU"
 NVLINK = "see nvidia-smi nvlink --status and topo -m; is the fabric manager running"
 MEASURED = {
     "tflops": ("Tflop/s in bfloat16", "see its clocks and power cap (nvidia-smi -q -d PERFORMANCE)"),
