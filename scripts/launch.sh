@@ -76,9 +76,9 @@ if [[ -n ${STOPPED_STATUS:-} ]]; then # set by the Kubernetes manifests; it call
     "${start[@]}" "$python" -m scripts.launch.stopped_status "$recipe" "$@"
 fi
 
-# On several machines, gloo alone would use the address of the host's own name: on Debian 127.0.1.1, which no other reaches.
-if [[ -z ${FABRIC:-}${GLOO_SOCKET_IFNAME:-} && ${NNODES:-1} != 1 &&
-    ! ${MASTER_ADDR:-localhost} =~ ^(127\.|::1$|localhost$) ]]; then
+# On several machines, NCCL needs its fabric's settings, and gloo alone would use the address of the host's own name: on
+# Debian 127.0.1.1, which no other reaches.
+if [[ -z ${FABRIC:-} && ${NNODES:-1} != 1 && ! ${MASTER_ADDR:-localhost} =~ ^(127\.|::1$|localhost$) ]]; then
     export FABRIC=auto
     name_timeout_s=300 # as long as the agent would wait for MASTER_ADDR to become a known name
 fi

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.common.process.node import Node, how_ended
+from recipes.common.process.ranks import is_loopback
 from recipes.common.world.transport import find_network
 from scripts.doctor.node import one_line
 from scripts.launch.command import ROOT, temporary_folder
@@ -21,10 +22,16 @@ SET_BY_FABRIC = ("NCCL_", "GLOO_", "FI_", "OMP_")
 
 
 def fabric_variables() -> dict[str, str]:
-    """Return the variables that fabric.sh sets, if FABRIC, SITE_ENV or site.env asks for it; raises UserError."""
-    if not (os.environ.get("FABRIC") or os.environ.get("SITE_ENV") or (ROOT / "site.env").exists()):
+    """Return the variables that fabric.sh sets where scripts/launch.sh would call it; raises UserError.
+
+    That is between machines, and where FABRIC, SITE_ENV or site.env asks for it.
+    """
+    nnodes, master = os.environ.get("NNODES") or "1", os.environ.get("MASTER_ADDR") or "localhost"
+    is_one_machine = nnodes == "1" or master == "localhost" or is_loopback(master)
+    is_asked_for = os.environ.get("FABRIC") or os.environ.get("SITE_ENV") or (ROOT / "site.env").exists()
+    if is_one_machine and not is_asked_for:
         return {}
-    variables, _ = fabric_environment(RDZV_TIMEOUT_S="5")
+    variables, _ = fabric_environment(RDZV_TIMEOUT_S="5", FABRIC="auto")
     return {name: value for name, value in variables.items() if name == "FABRIC" or name.startswith(SET_BY_FABRIC)}
 
 

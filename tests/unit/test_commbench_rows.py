@@ -48,6 +48,19 @@ def test_gpus_of_a_cluster_may_use_another_network_than_the_interface(monkeypatc
         assert (command.speed_of(cpu, place, args), command.speed_of(gpu, place, args)) == expected
 
 
+def test_on_a_cluster_nccl_gets_the_settings_of_training(monkeypatch, tmp_path):
+    """An interface for gloo alone would leave NCCL to choose among all devices."""
+    for name in ("FABRIC", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    place = command.Place(2, 1, 1, "eth0", None, node_rank=0, port=29500)
+    for own, expected in (({}, "auto"), ({"FABRIC": "ib"}, "ib")):
+        for name, value in own.items():
+            monkeypatch.setenv(name, value)
+        words, environment = command.launcher("nccl", 1, place, tmp_path)
+        assert (words, environment["MASTER_PORT"]) == (["scripts/launch.sh", "ddp"], "29501")
+        assert (environment["FABRIC"], environment.get("GLOO_SOCKET_IFNAME")) == (expected, None)
+
+
 def test_the_processes_of_a_clusters_nodes_are_a_variable(monkeypatch):
     monkeypatch.setenv("NNODES", "2")
     with pytest.raises(UserError, match="--nproc-per-node is for local nodes; on a cluster, set NPROC_PER_NODE"):

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from recipes.common.errors import UserError
-from scripts.doctor import node
+from scripts.doctor import collectives_job, node
 from scripts.doctor.collectives_job import fabric_variables
 from scripts.launch import interface
 from scripts.launch.cores import count_cores
@@ -243,6 +243,22 @@ def test_the_sites_fabric_reaches_the_ranks(tmp_path, monkeypatch):
     assert fabric_variables()["FABRIC"] == "tcp"
 
 
+def test_the_doctors_job_between_machines_has_the_settings_of_training(tmp_path, monkeypatch):
+    """As scripts/launch.sh chooses; 0.0.0.0 is a name of this machine that does not say so."""
+    for name in ("FABRIC", "SITE_ENV", "NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(collectives_job, "ROOT", tmp_path)  # without a site.env
+    monkeypatch.setenv("SYSFS", str(tmp_path))
+    for nnodes, master in (("1", "0.0.0.0"), ("2", "127.0.0.1"), ("2", "localhost")):
+        monkeypatch.setenv("NNODES", nnodes)
+        monkeypatch.setenv("MASTER_ADDR", master)
+        assert fabric_variables() == {}
+    monkeypatch.setenv("MASTER_ADDR", "0.0.0.0")
+    found = fabric_variables()
+    assert (found["FABRIC"], found["NCCL_IB_DISABLE"]) == ("auto", "1")
+    assert found["NCCL_SOCKET_IFNAME"] == f"={found['GLOO_SOCKET_IFNAME']}" == f"={interface_to('0.0.0.0')}"
+
+
 def test_variables_of_any_bytes_pass(monkeypatch):
     monkeypatch.setitem(os.environb, b"CITY", b"K\xf6ln")  # Latin-1
     assert fabric_environment(FABRIC="tcp")[0]["CITY"] == os.environ["CITY"]
@@ -402,12 +418,23 @@ def test_a_list_of_gloos_interfaces_is_read_by_whole_names(monkeypatch):
         node.network("127.0.0.1", 0)
 
 
+def launch(python, **env):
+    """Run launch.sh with a stand-in for Python; return what was printed."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith((*NAMES, "NNODES"))}
+    own = {**clean, "PYTHON": str(python), **env}
+    done = subprocess.run(
+        ["scripts/launch.sh", "ddp"], cwd=ROOT, env=own, capture_output=True, text=True, timeout=30
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
 @pytest.mark.parametrize(
     ("env", "expected"),
     [
         ({"NNODES": "2", "MASTER_ADDR": "node-a"}, ("auto", "eth7")),
         ({"NNODES": "2", "MASTER_ADDR": "node-a", "RDZV_TIMEOUT_S": "7"}, ("auto", "eth7")),
-        ({"NNODES": "2", "MASTER_ADDR": "node-a", "GLOO_SOCKET_IFNAME": "ib0"}, ("", "ib0")),
+        ({"NNODES": "2", "MASTER_ADDR": "node-a", "GLOO_SOCKET_IFNAME": "ib0"}, ("auto", "ib0")),
         ({"NNODES": "2", "MASTER_ADDR": "127.0.0.1"}, ("", "")),
         ({"NNODES": "1", "MASTER_ADDR": "node-a"}, ("", "")),
         ({}, ("", "")),
@@ -420,11 +447,21 @@ def test_several_machines_use_the_interface_between_them(tmp_path, env, expected
         'case $2 in\n*interface) echo "$RDZV_TIMEOUT_S" >"$0.wait"; echo eth7 ;;\n*cores) echo 2 ;;\n'
         '*agent) echo "agent: $FABRIC $GLOO_SOCKET_IFNAME" ;;\nesac',
     )
-    clean = {name: value for name, value in os.environ.items() if not name.startswith((*NAMES, "NNODES"))}
-    command = ["scripts/launch.sh", "ddp"]
-    own = {**clean, "PYTHON": str(python), **env}
-    done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=30)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-1] == f"agent: {' '.join(expected)}"
+    assert launch(python, **env).splitlines()[-1] == f"agent: {' '.join(expected)}"
     if expected[0]:  # MASTER_ADDR has as long to become a known name as node 0 to start
         assert Path(f"{python}.wait").read_text() == f"{env.get('RDZV_TIMEOUT_S', 300)}\n"
+
+
+def test_an_interface_that_is_set_for_gloo_leaves_nccl_its_settings(tmp_path):
+    """A site's module may set it, and nothing else."""
+    plug_in(tmp_path, "mlx5_0", LAYERS["ib"])
+    plug_in(tmp_path, "mlx5_1", LAYERS["roce"])
+    python = write_program(
+        tmp_path / "python",
+        "case $2 in\n*interface) echo eth7 ;;\n*cores) echo 2 ;;\n"
+        '*agent) echo "agent: $NCCL_IB_HCA $NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME" ;;\nesac',
+    )
+    place = {"NNODES": "2", "MASTER_ADDR": "node-a", "GLOO_SOCKET_IFNAME": "ib0"}
+    place |= {"SYSFS": str(tmp_path), "DEVFS": f"{tmp_path}/dev", "LD_LIBRARY_PATH": f"{tmp_path}/lib"}
+    said = launch(python, **place, PATH=f"{tmp_path}/bin:{os.environ['PATH']}")
+    assert said.splitlines()[-1] == "agent: ^=mlx5_1 =eth7 ib0"

@@ -154,7 +154,7 @@ def launcher(backend: str, number: int, place: Place, folder: Path) -> tuple[lis
     environment |= {"RDZV_TIMEOUT_S": str(START_TIMEOUT_S), "MIN_NODES": ""}
     recipe = "horovod" if backend == "horovod" else "ddp"  # its launcher starts the ranks
     if place.node_rank is not None:
-        environment.setdefault("GLOO_SOCKET_IFNAME", place.interface)
+        environment.setdefault("FABRIC", "auto")  # NCCL with the settings that training gets
         environment |= {"MASTER_PORT": str(place.port + number), "PYTHON": sys.executable}  # a port per backend
         return ["scripts/launch.sh", recipe], environment
     command = [sys.executable, "-m", "scripts.launch.local", recipe, "--nodes", str(place.nodes)]
