@@ -57,3 +57,4 @@ def time_limit(seconds: float, give_up: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+        timer.join()  # it may hold the last reference to a process group, which cannot be freed as Python ends
