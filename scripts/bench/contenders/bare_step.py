@@ -30,6 +30,7 @@ from recipes.common.data import load_data
 from recipes.common.models.models import build_model
 from recipes.common.optim import autocast, optimizer_class
 from recipes.common.process.memory import keep_freed_memory
+from recipes.common.process.ranks import connect_within
 from recipes.ddp.train import options
 from scripts.launch.agent import read_node
 from scripts.launch.command import parse
@@ -47,6 +48,7 @@ def horovod() -> Iterator[Any]:
     with rendezvous(node, node.master_port) if node.node_rank == 0 else contextlib.nullcontext():
         import horovod.torch as hvd
 
+        connect_within(node.master_addr, node.master_port, node.rdzv_timeout_s)  # else Horovod aborts this process
         hvd.init()
         yield hvd
         hvd.barrier()
