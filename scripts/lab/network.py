@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -156,11 +157,12 @@ class Network:
             commands.append((self.inside(rank, command), environment))
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             done = run_side_by_side(commands, Path(folder), timeout_s)
-        # Report a rank that failed by itself before one that was killed while it waited for that rank.
-        for rank, ended in sorted(enumerate(done), key=lambda one: one[1].status < 0):
+        # Report a rank that failed by itself, or aborted, before one that was killed as it waited for that rank.
+        for rank, ended in sorted(enumerate(done), key=lambda one: one[1].status == -signal.SIGKILL):
             if ended.status:
-                said = ended.output.strip()[-600:]
-                raise RuntimeError(f"rank {rank} of {nodes} ended with status {ended.status}: {said}")
+                late = f"did not end within {timeout_s:g} s"
+                how = late if ended.is_late else f"ended with status {ended.status}"
+                raise RuntimeError(f"rank {rank} of {nodes} {how}: {ended.output.strip()[-600:]}")
         return [ended.output for ended in done]
 
     def sent_bytes(self, node: int) -> int:

@@ -86,10 +86,18 @@ def test_only_what_is_killed_at_the_time_limit_is_late(tmp_path):
     assert [(one.status, one.is_late) for one in ended] == [(0, False), (-9, True)]
 
 
-def test_the_rank_that_failed_is_named_and_not_one_that_waited_for_it(monkeypatch):
-    ended = [Ended(-9, False, "waiting"), Ended(1, False, "no space left"), Ended(0, False, "")]
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        (Ended(1, False, "no space left"), "rank 1 of 3 ended with status 1: no space left"),
+        (Ended(-6, False, "Connection refused"), "rank 1 of 3 ended with status -6: Connection refused"),
+        (Ended(-9, True, "step 3"), "rank 0 of 3 did not end within 1 s: waiting"),
+    ],
+)
+def test_the_rank_that_failed_is_named_and_not_one_that_waited_for_it(monkeypatch, second, said):
+    ended = [Ended(-9, second.is_late, "waiting"), second, Ended(0, False, "")]
     monkeypatch.setattr(network, "run_side_by_side", lambda *_: ended)
     net = object.__new__(network.Network)
     net.names, net.addresses = ["n0", "n1", "n2"], ["10.79.0.1", "10.79.0.2", "10.79.0.3"]
-    with pytest.raises(RuntimeError, match="rank 1 of 3 ended with status 1: no space left"):
+    with pytest.raises(RuntimeError, match=said):
         net.run_ranks(["true"], 3, 1, 1.0)
