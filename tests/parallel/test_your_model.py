@@ -23,12 +23,14 @@ from tests.support import (
     assert_same_run,
     is_equal,
     largest_difference,
+    local,
     losses,
     metrics,
     newest_checkpoint,
     start_run,
     train,
     weights,
+    words_for,
 )
 
 MINE, SUMS, SPLIT, DIVIDED, OWN_TASK, OWN_OPTIMIZER = re.findall(
@@ -426,6 +428,12 @@ class Unrepeatable(nn.Module):
     def forward(self, inputs):
         return Puts.apply(inputs)
 
+class UnrepeatableLate(Unrepeatable):
+    "Rank 0 gets there after the others."
+    def forward(self, inputs):
+        time.sleep(0.3 if os.environ["RANK"] == "0" else 0.0)
+        return super().forward(inputs)
+
 class Averaged(nn.Linear):
     "Adds its mean weights of the last passes, which it keeps in place or in a new tensor."
     def __init__(self, in_place):
@@ -502,6 +510,7 @@ no_zeros_alone = lambda data: nn.Sequential(Checked(2, 8), Spread(4), nn.Linear(
 thaws = lambda data: nn.Sequential(nn.Linear(2, 8), Thaws(), nn.Linear(8, 3))
 freezes = lambda data: nn.Sequential(nn.Linear(2, 8), Thaws(False), nn.Linear(8, 3))
 unrepeatable = lambda data: nn.Sequential(nn.Linear(2, 8), Unrepeatable(), nn.Linear(8, 3))
+unrepeatable_late = lambda data: nn.Sequential(nn.Linear(2, 8), UnrepeatableLate(), nn.Linear(8, 3))
 
 plain = lambda data: nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
 
@@ -1074,6 +1083,16 @@ def test_an_operation_that_cannot_be_repeated_is_named_in_one_line(start, recipe
     assert (set(outcome.statuses), set(outcome.errors)) == ({2}, {f"error: {fix}"}), outcome.text
     assert len(outcome.errors) == (2 if recipe == "horovod" else 1), "ranks of Horovod share no store"
     assert "Traceback" not in outcome.text
+
+
+def test_an_error_that_ranks_of_all_nodes_have_is_printed_once(folder, tmp_path):
+    """The line of node 1, which is the first, is dropped: node 0 ends with the same status."""
+    argv = ("--data", "mine:spirals", "--model", "mine:unrepeatable_late", "--max-steps", "1", "--deterministic")
+    words = words_for(tmp_path, "run", "--device", "cpu", *argv)
+    result = local("ddp", 2, 1, *words, PYTHONPATH=str(folder)).wait()
+    said = "put_ has no deterministic implementation on this device; use another, or drop --deterministic"
+    assert (result.status, result.errors) == (2, [f"error: {said}"]), result
+    assert result.stderr.count(said) == 1
 
 
 @pytest.mark.parametrize(

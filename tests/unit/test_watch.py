@@ -239,6 +239,23 @@ def test_of_ranks_with_the_same_error_one_prints_it(args, monkeypatch, capsys):
     assert slept == [entry.SAME_ERROR_S] * 2
 
 
+def test_of_ranks_with_the_same_error_one_of_node_0_prints_it(args, monkeypatch, capsys):
+    """Launchers show its lines, and may drop those of other nodes."""
+    store, printed = Store(), []
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(entry, "SAME_ERROR_S", 0.0)
+    for rank in (3, 2, 1, 0):  # two on each node
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank % 2))
+        Watch(rank, 4, args, store)
+        with pytest.raises(SystemExit) as caught:
+            run_main(Mock(side_effect=UserError("wrong", on_one_rank=True)))
+        assert caught.value.code == 2
+        if capsys.readouterr().err == "error: wrong\n":
+            printed.append(rank)
+    assert printed == [3, 1]
+
+
 def test_a_gpu_without_memory_is_one_line_once_the_checkpoint_is_written(watch, monkeypatch, capsys):
     watch._at = watch._at._replace(since=time.monotonic() - 60)  # a long step is no hang
     monkeypatch.setattr(os, "_exit", sys.exit)

@@ -72,8 +72,8 @@ def run_main(main: Callable[[], object]) -> int:
 
     All ranks end with the same status, but only rank 0 prints: a recipe shares an error of one rank with all ranks
     before it raises it. Before the ranks have met, rank 0 may not have the error: then the first rank of each
-    other node prints it, too, unless its launcher ends it first. Of ranks that have the same error without sharing
-    it, one prints it.
+    other node prints it, too, unless its launcher ends it first. If ranks have the same error without sharing it,
+    one rank of node 0 prints it, and one of all other nodes, whose line launchers leave out if node 0 has one.
 
     A lost connection to another rank and a lack of memory, threads or processes are also reported in one line,
     with status 1: the lost rank reports its own error, and all ranks mostly run out of memory in the same step. If
@@ -110,7 +110,9 @@ def run_main(main: Callable[[], object]) -> int:
 def _refuse(error: UserError) -> int:
     """Print the error unless another rank does, and return its status; end this process if the others continue."""
     active = Watch.active if error.on_one_rank else None  # with the ranks' store, unless Horovod connects them
-    if not active or active.notes.count(f"error/{error}", otherwise=1) == 1:
+    rank = os.environ.get("RANK", "0")
+    place = "node 0" if os.environ.get("LOCAL_RANK", rank) == rank else "other nodes"
+    if not active or active.notes.count(f"error on {place}/{error}", otherwise=1) == 1:
         _print_refusal(error)
     if active:
         time.sleep(SAME_ERROR_S)  # the store may end with this rank, and a launcher ends all once one exits
