@@ -109,7 +109,7 @@ check_variables() {
 begin_job() {
     recipe=$1
     shift
-    local default name host_log variable point
+    local default name host_log variable point size log
     signal="" signals=0 step="" step_pid="" stopper=() unanswered=RUNNING
     trap 'signals=$((signals + 1)); stop_step USR1' USR1
     trap 'signals=$((signals + 1)); stop_step TERM' TERM
@@ -150,6 +150,8 @@ begin_job() {
     touch "$host_log" "$started" || refuse "cannot write $logs; choose another folder of runs"
     leave_if_complete
     if [[ ! -e $head_log ]]; then ln -s "$(basename "$host_log")" "$head_log"; fi
+    declare -gA earlier_bytes=() # of each log: what earlier starts have written
+    while read -r size log; do earlier_bytes[$log]=$size; done < <(stat -Lc "%s %n" "$logs"/*.txt)
     # shellcheck disable=SC2034 # sbatch files use rank
     if [[ -n ${SCRIPT:-} ]]; then
         rank=(scripts.launch.script --task "$SCRIPT") options=("$@")
@@ -445,14 +447,21 @@ end_job() {
         exit 0
     fi
     start_again
-    local log
+    local log refusal=""
+    # All nodes refuse most jobs for the same reason: the head's line is in the job's output already.
+    if ((status == 2)) && [[ -z ${SCRIPT:-} ]]; then refusal=$(errors_in "$head_log" | grep -v 'lost another rank'); fi
     for log in "$logs"/*.txt; do
-        if [[ ! $log -ef $head_log && $log -nt $started ]] && { ((status != 2)) || [[ -n ${SCRIPT:-} ]]; }; then
-            grep --no-messages '^error: ' "$log" | tail -n 1 | sed "s/^/[$(basename "$log" .txt)] /"
+        if [[ -z $refusal && ! $log -ef $head_log && $log -nt $started ]]; then
+            errors_in "$log" | tail -n 1 | sed "s/^/[$(basename "$log" .txt)] /"
         fi
     done | shorten >&2
     echo "error: job $job ended with status $status; all nodes' logs are in $logs" >&2
     exit "$status"
+}
+
+# errors_in LOG: print the errors that a node has written to its log in this start.
+errors_in() {
+    tail -c "+$((${earlier_bytes[$1]:-0} + 1))" "$1" 2>/dev/null | grep '^error: '
 }
 
 # Print at most 20 of the lines on standard input; of more, those first that name a cause, not the loss of another rank.

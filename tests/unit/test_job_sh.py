@@ -439,6 +439,36 @@ def test_the_head_nodes_log_has_slurms_name_and_the_hosts(job):
     assert re.findall(".*: of n.*", done.stderr) == ["[n3] error: of n3"], "n4's is of an earlier start"
 
 
+@pytest.mark.parametrize(
+    ("of_head", "is_shown"),
+    [
+        ("error: rank 0 on n1 lost another rank: reset", True),
+        ("n1: fabric tcp", True),
+        ("error: n1: FABRIC=ib, and no port is active", False),
+    ],
+)
+def test_a_refusal_of_another_node_is_shown_unless_the_head_has_one(job, of_head, is_shown):
+    """The head's lines are in the job's output already, and most refusals are those of all nodes."""
+    said = "error: n2: FABRIC=ib, and no port is active"
+    then = f'sleep 0.1; echo "{of_head}" >>"$head_log"; echo "{said}" >"$logs/n2.txt"; status=2 greatest=2'
+    done = job(then=f"{then}; end_job")
+    *others, last = done.stderr.splitlines()
+    assert others == [f"[n2] {said}"] * is_shown
+    assert last.startswith("error: job 7 ended with status 2; ")
+
+
+@pytest.mark.parametrize("status", [1, 2])
+def test_an_error_of_an_earlier_start_is_not_blamed(job, tmp_path, status):
+    """Logs are appended to, and each node writes a line about its network in each start."""
+    (tmp_path / "runs/mine/slurm").mkdir(parents=True)
+    for log in ("n3", "n4", socket.gethostname().split(".")[0]):
+        (tmp_path / f"runs/mine/slurm/{log}.txt").write_text("error: old\n")
+    write = 'for n in 3 4; do echo "n$n: fabric tcp" >>"$logs/n$n.txt"; done; echo "error: new" >>"$logs/n4.txt"'
+    done = job(then=f"sleep 0.1; {write}; status={status} greatest=2; end_job", NAME="mine")
+    assert "old" not in done.stderr
+    assert done.stderr.startswith("[n4] error: new\nerror: job 7 ended with status ")
+
+
 @pytest.mark.parametrize("earlier", ["", "of an earlier start"])
 def test_a_start_shows_what_its_head_node_adds_to_the_log(job, earlier):
     """This also holds if the log has a second name: the size of a link is not that of the log."""
