@@ -532,8 +532,7 @@ end_submitted() {
         touch "$complete"
         exit 0
     fi
-    echo "$((status == 0 ? 1 : status))" >"$STATUS_FILE.tmp" # for slurm/submit.py
-    mv "$STATUS_FILE.tmp" "$STATUS_FILE"
+    echo "$((status == 0 ? 1 : status))" >"$STATUS_FILE.tmp" && mv "$STATUS_FILE.tmp" "$STATUS_FILE" # for slurm/submit.py
     go_on="to resume: make submit ... NAME=$(basename "$run_dir") ARGS=\"... --resume auto\""
     if [[ -n $SCRIPT ]]; then go_on="to resume: RESUME=auto make submit ... NAME=$(basename "$run_dir")"; fi
     start_again

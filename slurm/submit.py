@@ -350,7 +350,8 @@ class Watched:
 
     def end(self) -> int:
         """Return 0, or 2 if the recipe refused the job, or else 1; print in a few lines why the job failed."""
-        status = int(self.status_file.read_text().split()[0]) if self.status_file.exists() else 1
+        words = self.status_file.read_text().split() if self.status_file.exists() else []
+        status = int(words[0]) if words else 1  # without words: the disk was full
         if self.state == "COMPLETED" or (self.state == "GONE" and status == 0):
             return 0
         pattern = self.log.name.replace("_0_log", "_*_log")

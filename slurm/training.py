@@ -69,6 +69,9 @@ class Run:
             status = 0  # as docs/your-own.md says
         if os.environ["SLURM_PROCID"] == "0":
             name = "USR1" if SIGNAL in received else "TERM" if received else ""
-            replace_text(Path(os.environ["STATUS_FILE"]), f"{status} {name}\n")
+            try:
+                replace_text(Path(os.environ["STATUS_FILE"]), f"{status} {name}\n")
+            except OSError:  # as on a full disk: srun's status has to show that a signal stopped this rank
+                status = status or int(bool(received))
         if status:
             sys.exit(status)

@@ -287,6 +287,14 @@ def test_a_refusal_is_2_and_every_other_failure_1(tmp_path, monkeypatch, left, s
     assert watched(tmp_path, state="FAILED").end() == status
 
 
+def test_a_status_for_which_the_disk_had_no_room_is_a_failure_with_its_causes(tmp_path, capsys):
+    (tmp_path / "7_0_log.out").write_text("")
+    (tmp_path / "7_1_log.out").write_text("error: cannot write x: No space left on device\n")
+    (tmp_path / "7_status").write_text("")
+    assert watched(tmp_path, state="FAILED").end() == 1
+    assert "7_1_log.out: error: cannot write x: No space left on device\n" in capsys.readouterr().err
+
+
 def test_slurms_word_is_enough_where_the_status_is_not_seen_yet(tmp_path):
     """On the login node, an NFS client may not see new files; the batch script ends well only if all ranks did."""
     assert watched(tmp_path, state="COMPLETED").end() == 0
@@ -414,6 +422,14 @@ class TestARank:
         assert rank(job, 2) == (2, "2 \n")
         monkeypatch.setenv("SLURM_PROCID", "1")
         assert rank(job) == (0, None)
+
+    def test_on_a_full_disk_rank_0_says_by_its_own_status_how_it_has_ended(self, rank, monkeypatch, tmp_path):
+        monkeypatch.setattr(training, "replace_text", Mock(side_effect=OSError("No space left on device")))
+        job = Run("ddp", [], tmp_path)
+        assert (rank(job, 2), rank(job)) == ((2, None), (0, None))
+        with pytest.raises(SystemExit) as caught:
+            rank(job, received=[signal.SIGUSR1])
+        assert caught.value.code == 1, "the run is not complete"
 
     def test_a_start_after_the_first_goes_on_with_the_own_record(self, rank, monkeypatch, tmp_path):
         job, first = Run("ddp", ["--name", "mine"], tmp_path), ["recipes.ddp.train", "--name", "mine"]
