@@ -35,6 +35,7 @@ from recipes.common.process.node import Failure, Node, check_head, read_master, 
 from recipes.common.process.parent import end_with_parent
 from recipes.common.process.ranks import Ranks, read_ranks
 from recipes.common.process.signals import STOP_SIGNALS, Stop, handle_stop_signals
+from recipes.common.process.stuck import STUCK_S, StuckRankError
 from recipes.common.world.world import connected_world
 from recipes.ddp.train import DDPOptions, train  # spawn replaces its launcher; the ranks are ddp's
 
@@ -131,6 +132,20 @@ def wait_for_ranks(context: mp.ProcessContext, has_met: Event) -> list[int | Non
     return [process.exitcode for process in context.processes]
 
 
+def leave_stuck_rank(context: mp.ProcessContext, first: int, status: int) -> None:
+    """Wait for the ranks, all of them killed; end this process if one does not end, as for a dead file server.
+
+    At its exit, multiprocessing would wait for that rank without a limit. `first` is the node's first rank.
+    """
+    deadline = time.monotonic() + STUCK_S
+    for rank, process in enumerate(context.processes, start=first):
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.exitcode is None:
+            print(f"error: {StuckRankError(rank, process.pid)}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            os._exit(status)
+
+
 def leave_early(number: int, frame: FrameType | None) -> None:
     """Exit on a stop signal before any rank has started."""
     print(f"stopped by {signal.Signals(number).name} before any rank had started", flush=True)
@@ -162,8 +177,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             process.kill()
     first = node.node_rank * node.nproc_per_node
     ended = enumerate(zip(statuses, context.pids(), strict=True), start=first)
-    if failed := {rank: Failure(status, pid) for rank, (status, pid) in ended if status}:
-        sys.exit(status_of(failed))
+    failed = {rank: Failure(status, pid) for rank, (status, pid) in ended if status}
+    status = status_of(failed) if failed else 0
+    leave_stuck_rank(context, first, status)
+    if status:
+        sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ from recipes.common.process.entry import LOST_RANK_STATUS
 from recipes.common.process.node import Failure, cause_of, status_of, with_own_error
 from recipes.common.process.parent import LAUNCHER_PID
 from recipes.common.process.signals import STOP_SIGNALS
+from recipes.common.process.stuck import LOOK_EVERY_S, StuckRanks
 from scripts.launch import script
 from scripts.launch.processes import end_sessions, wait_for
 from scripts.launch.rejoin import HAS_RETURNED, report_unsaved_stop
-from scripts.launch.stuck import LOOK_EVERY_S, StuckRanks
 
 if TYPE_CHECKING:
     import psutil

@@ -33,6 +33,7 @@ from recipes.common.process.node import Failure, Node, check_head, missing_nodes
 from recipes.common.process.open_files import STORE_CONNECTIONS, allow_open_files
 from recipes.common.process.ranks import bind_address
 from recipes.common.process.rendezvous_errors import MissingNodeError, port_taken_error
+from recipes.common.process.stuck import LOOK_EVERY_S, StuckRanks
 from recipes.common.process.threads import begin_in_threads
 from recipes.common.watch.notes import Notes, find_missing, run_bounded
 from scripts.launch import script
@@ -51,7 +52,6 @@ from scripts.launch.rank_processes import (
     send_stop_signals,
 )
 from scripts.launch.recipe_options import read_option
-from scripts.launch.stuck import LOOK_EVERY_S, StuckRanks
 
 STORE_LINGER_S = 2.0
 """How long node 0 keeps the store after a refusal, so that the other nodes can read it."""

@@ -120,6 +120,37 @@ def test_ctrl_c_while_ranks_start_leaves_no_traceback_of_them(tmp_path):
     assert job.wait() == Result(-signal.SIGINT, "", "")
 
 
+STUCK = """
+import multiprocessing, os, time
+from types import SimpleNamespace
+from recipes.spawn import train
+
+def start_ranks(args, node, has_met):
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=time.sleep, args=(1000,)), context.Process(target=os._exit, args=(5,))]
+    for process in processes:
+        process.start()
+    processes[0].kill = lambda: None
+    return SimpleNamespace(processes=processes, pids=lambda: [process.pid for process in processes])
+
+train.start_ranks, train.FAILURE_GRACE_S, train.STUCK_S = start_ranks, 0.1, 0.5
+raise SystemExit(train.run_main(lambda: train.main(["--nproc-per-node", "2", "--device", "cpu"])))
+"""
+
+
+def test_a_rank_that_cannot_end_does_not_hold_its_starter():
+    """A killed rank stays as long as the kernel waits for a file server; here, nothing kills it."""
+    starter = Command(sys.executable, "-c", STUCK, MASTER_PORT=str(free_port()))
+    assert starter.process.wait(TIMEOUT_S) == 5, starter.text
+    [stuck] = starter.processes("spawn_main")
+    first, second = starter.text.splitlines()
+    assert re.fullmatch(r"error: rank 1 \(pid \d+ on .*\) ended with status 5; its own error is above", first)
+    what = rf"rank 0 \(pid {stuck.pid} on .*\) was killed, and cannot end"
+    fix = r"a file system does not answer \(see dmesg, df\); repair it, then add --resume auto"
+    assert re.fullmatch(f"error: {what}: {fix}", second)
+    starter.kill()
+
+
 @pytest.mark.slow
 def test_a_refusal_after_the_start_is_one_line_and_status_2_on_every_node(tmp_path):
     first, second = (node.wait() for node in start(tmp_path, 2, 1, "--model", "lenett"))

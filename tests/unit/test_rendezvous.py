@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from recipes.common.errors import UserError
+from recipes.common.process import stuck
 from recipes.common.process.node import OOM_KILLS_BEFORE, Failure, Node
 from recipes.common.process.rendezvous_errors import (
     MissingNodeError,
@@ -37,7 +38,7 @@ from recipes.common.process.rendezvous_errors import (
     port_taken_error,
 )
 from recipes.common.watch.timeouts import HANG_STATUS
-from scripts.launch import elastic, local, rank_processes, rejoin, stuck, torch_agent
+from scripts.launch import elastic, local, rank_processes, rejoin, torch_agent
 from scripts.launch.command import NOT_ELASTIC
 from scripts.launch.echo import listen
 from scripts.launch.local import free_port

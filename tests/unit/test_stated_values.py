@@ -6,10 +6,11 @@ from k8s import apply
 from recipes.common import sample
 from recipes.common.data import stores
 from recipes.common.options import Options
+from recipes.common.process import stuck
 from recipes.common.world import agreement
 from scripts.doctor import __main__ as doctor
 from scripts.doctor import gpus, kernel_log, node
-from scripts.launch import agent, elastic, local, other_nodes, rank_processes, rejoin, stuck, torch_agent
+from scripts.launch import agent, elastic, local, other_nodes, rank_processes, rejoin, torch_agent
 from tests.support import ROOT
 
 FAILURE_ELSEWHERE_S = other_nodes.LOOK_EVERY_S + other_nodes.LOST_GRACE_S + rank_processes.END_SIGNAL_GRACE_S

@@ -24,6 +24,11 @@ class StuckRankError(UserError):
 
     status = HANG_STATUS
 
+    def __init__(self, rank: int, pid: int) -> None:
+        what = f"rank {rank} (pid {pid} on {socket.gethostname()}) was killed, and cannot end"
+        fix = "a file system does not answer (see dmesg, df); repair it, then add --resume auto"
+        super().__init__(f"{what}: {fix}")
+
 
 def is_stuck(pid: int, proc: Path = Path("/proc")) -> bool:
     """Return whether a thread of a process has KILL pending: it waits in the kernel, as for a dead file server."""
@@ -47,6 +52,4 @@ class StuckRanks:
         self._since = {pid: self._since.get(pid, now) for pid in ranks if is_stuck(pid)}
         for pid, since in self._since.items():
             if now - since > STUCK_S:
-                what = f"rank {ranks[pid]} (pid {pid} on {socket.gethostname()}) was killed, and cannot end"
-                fix = "a file system does not answer (see dmesg, df); repair it, then add --resume auto"
-                raise StuckRankError(f"{what}: {fix}")
+                raise StuckRankError(ranks[pid], pid)
