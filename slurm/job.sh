@@ -56,6 +56,7 @@ option() {
         esac
         shift
     done
+    if [[ $value == \~ || $value == \~/* ]]; then value=$HOME${value:1}; fi # of --runs-dir=~/runs, which no shell expands
     echo "$value"
 }
 

@@ -142,18 +142,23 @@ def option_text(value: Any) -> str:
     return (url_of(value) if isinstance(value, Path) else None) or str(value)
 
 
+def expand_home(text: str) -> str:
+    """Return a path, a ~ at its start being the home folder; if there is none, ~ is a name like any other."""
+    return os.path.expanduser(text)  # noqa: PTH111 (Path.expanduser() raises an error instead)
+
+
 def path_or_url(text: str) -> Path:
     """Return a path, or a URL as url_of() reads it; refuse one without a host, which a Path would invent."""
     if not text or "\0" in text or re.match(rf"{SCHEME}://(/|$)", text):
         raise argparse.ArgumentTypeError(f"expects a path, or a URL with a host, got {text!r}")
-    return Path(text)
+    return Path(expand_home(text))
 
 
 def local_path(text: str) -> Path:
     """Return a path; refuse "", which would be the current folder, and a URL, which would make a folder of it."""
     if not text or "\0" in text or re.match(f"{SCHEME}://", text):
         raise argparse.ArgumentTypeError(f"expects a path on a disk of this machine, got {text!r}")
-    return Path(text)
+    return Path(expand_home(text))
 
 
 def one_of_or_own(*words: str) -> Callable[[str], str]:

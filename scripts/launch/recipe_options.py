@@ -6,12 +6,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from recipes.common.arguments import expand_home
 from recipes.common.errors import UserError
 from scripts.launch import script
 
 
 def read_option(name: str, default: str, words: Sequence[str]) -> str:
-    """Return an option's last value in `words` (--name x, --name=x), else its --config file's, or `default`."""
+    """Return an option's last value in `words` (--name x, --name=x), else its --config file's, or `default`.
+
+    A ~ at its start is the home folder, as where the recipe reads a path.
+    """
     value = None
     for i, word in enumerate(words):
         if word == name and i + 1 < len(words):
@@ -20,7 +24,7 @@ def read_option(name: str, default: str, words: Sequence[str]) -> str:
             value = word.removeprefix(f"{name}=")
     if value is None and name != "--config" and not script.is_set():
         value = read_config_texts(read_option("--config", "", words)).get(name.removeprefix("--"))
-    return default if value is None else value
+    return default if value is None else expand_home(value)
 
 
 def read_config_texts(path: str) -> dict[str, str]:

@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,13 @@ from tests.support import Command, last_step, run_command, words_for, write_prog
 )
 def test_the_last_value_of_an_option_counts(words, value):
     assert read_option("--name", "none", words.split()) == value
+
+
+def test_the_home_folder_may_be_written_as_a_tilde(tmp_path):
+    """As the recipe reads it: else the launcher would look for the record in a folder named ~."""
+    (tmp_path / "job.yaml").write_text("runs-dir: ~/b\n")
+    for words, name in ((["--runs-dir=~/a"], "a"), (["--config", str(tmp_path / "job.yaml")], "b")):
+        assert read_option("--runs-dir", "runs", words) == str(Path.home() / name)
 
 
 def test_a_python_without_yaml_is_named_where_a_configuration_has_to_be_read(monkeypatch):

@@ -1185,6 +1185,14 @@ def test_a_folder_of_runs_that_cannot_be_made_is_one_line(job, tmp_path):
     assert done.stderr.endswith(f"error: cannot make {tmp_path}/runs/mine/slurm; choose another folder of runs\n")
 
 
+def test_a_folder_of_runs_may_be_below_the_home_folder(job, tmp_path):
+    """bash leaves the ~ in --runs-dir=~/runs: logs would be in a folder named ~, and the record elsewhere."""
+    begin = 'begin_job ddp "$@" --runs-dir=~/own --name=mine'
+    done = job(begin=begin, then='echo "$run_dir"', HOME=str(tmp_path))
+    assert done.stdout.splitlines()[-1:] == [f"{tmp_path}/own/mine"], done.stderr
+    assert (tmp_path / "own/mine/slurm").is_dir()
+
+
 @pytest.mark.parametrize("option", ["--runs-dir=elsewhere", "--name=mine"])
 def test_a_container_can_write_where_the_record_goes(job, tmp_path, option):
     """Elsewhere the record would be in the container alone, and lost with it; the last --runs-dir counts."""

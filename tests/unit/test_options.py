@@ -371,6 +371,14 @@ class TestConfig:
         assert self.parse(tmp_path, "zero: true\ngrad-compression: fp16", recipe=ddp).grad_compression == "fp16"
         with pytest.raises(UserError, match="unknown option 'zero'"):
             self.parse(tmp_path, "zero: true")
+    def test_the_home_folder_is_written_as_a_tilde(self, tmp_path):
+        """No shell expands one in a file, nor in --runs-dir=~/r: a folder named ~ would be made."""
+        args = self.parse(tmp_path, "runs-dir: ~/r\nweights: ~/x.pt\ndata: shards\ndata-dir: ~/s\n")
+        home = Path.home()
+        assert (args.runs_dir, args.weights, args.data_dir) == (home / "r", home / "x.pt", home / "s")
+        assert single.options(["--runs-dir=~"]).runs_dir == home
+        assert single.options(["--runs-dir=./~"]).runs_dir == Path("~")
+
 
     @pytest.mark.parametrize(
         ("text", "words"),
