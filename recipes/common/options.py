@@ -42,18 +42,17 @@ TEXTS = ("text", "tokens")
 DATA = ("digits", "fashion-mnist", "cifar10", "imagefolder", "shards", "synthetic", *TEXTS)
 TASKS = ("auto", "classification", "language-model")
 
-USER_CODE = "your own"
 ONLY_FOR = {
     "cache_dir": ("shards",),
-    "download": ("fashion-mnist", "cifar10", USER_CODE),
-    "image_size": ("imagefolder", "shards", "synthetic", USER_CODE),
+    "download": ("fashion-mnist", "cifar10"),
+    "image_size": ("imagefolder", "shards", "synthetic"),
     "eval_resize": ("imagefolder", "shards"),
     "augment": ("cifar10", "fashion-mnist"),
-    "num_samples": ("synthetic", USER_CODE),
+    "num_samples": ("synthetic",),
     "decode": ("imagefolder", "shards"),
     "shuffle_block": ("shards",),
-    "skip_bad_images": ("imagefolder", "shards", USER_CODE),
-    "seq_len": (*TEXTS, USER_CODE),
+    "skip_bad_images": ("imagefolder", "shards"),
+    "seq_len": TEXTS,
     "vocab_size": ("tokens",),
 }
 """The values of --data to which an option applies; other options apply to all."""
@@ -82,7 +81,7 @@ HOOKED = "_recipes_hooked_parameters"
 
 def option_applies(name: str, data: str) -> bool:
     """Return whether the option of this name, with underscores, has a meaning with this value of --data."""
-    return name not in ONLY_FOR or (USER_CODE if is_user_code(data) else data) in ONLY_FOR[name]
+    return name not in ONLY_FOR or data in ONLY_FOR[name]
 
 
 def resume_mode(text: str) -> str:
@@ -376,8 +375,7 @@ class Options(TrainingOptions):
             value = getattr(self, name)
             if value != getattr(Options, name) and not option_applies(name, self.data):
                 words = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-                known = " and ".join(source for source in sources if source != USER_CODE)
-                raise UserError(f"{words} is for --data {known}; drop it")
+                raise UserError(f"{words} is for --data {' and '.join(sources)}; drop it")
         if self.cache_dir and not is_remote:
             raise UserError(f"--cache-dir {self.cache_dir} is for --data shards on a server; drop it")
         if self.shuffle_block > self.global_batch_size:

@@ -81,7 +81,8 @@ class ContextOptions(Options):
         chunks = 2 * self.context_parallel
         if length % chunks:
             what = f"a sequence of {length} does not divide into 2 chunks for each rank"
-            fix = f"use a length of {nearest_multiples(length, chunks)} (--seq-len)"
+            flag = " (--seq-len)" if self.data in TEXTS else ""
+            fix = f"use a length of {nearest_multiples(length, chunks)}{flag}"
             raise UserError(f"--context-parallel {self.context_parallel}: {what}; {fix}")
 
     def check_world_size(self, world_size: int) -> None:

@@ -364,8 +364,8 @@ PARTS = "does not divide into 2 chunks for each rank"
             "--model lenet has no sequence that ranks can divide; use gpt-tiny, gpt-small, gpt-medium or gpt-xl ",
         ),
         ((*TEXT, "--task", "my:Task"), "--task my:Task may read whole sequences; drop it"),
-        (("--seq-len", "30", *TEXT), f"a sequence of 30 {PARTS}; use a length of 28 or 32"),
-        (("--seq-len", "3", *TEXT), f"a sequence of 3 {PARTS}; use a length of 4"),
+        (("--seq-len", "30", *TEXT), f"a sequence of 30 {PARTS}; use a length of 28 or 32 (--seq-len)"),
+        (("--seq-len", "3", *TEXT), f"a sequence of 3 {PARTS}; use a length of 4 (--seq-len)"),
     ],
 )
 def test_what_does_not_divide_is_refused(argv, message):
@@ -384,7 +384,7 @@ def tokens():
 def test_a_length_that_only_the_data_know_is_refused_once_they_are_loaded(tmp_path):
     words = ("--data", "tests.parallel.test_context:tokens", "--model", "gpt-tiny", "--workers", "0")
     outcome = start_run("context", tmp_path, 2, *words, "--device", "cpu").wait(60)
-    message = f"error: --context-parallel 2: a sequence of 10 {PARTS}; use a length of 8 or 12 (--seq-len)"
+    message = f"error: --context-parallel 2: a sequence of 10 {PARTS}; use a length of 8 or 12"
     assert outcome.refusal == message
 
 

@@ -164,6 +164,15 @@ POWERSGD = ["--grad-compression", "powersgd"]
         ("ddp", ["--beta2", "0.9"], "--beta2 0.9 is for adamw; drop it, or use --optimizer adamw"),
         ("ddp", ["--download"], "--download is for --data fashion-mnist and cifar10; drop it"),
         ("ddp", ["--data", "m:f", "--decode", "gpu"], "--decode gpu is for --data imagefolder and shards"),
+        (
+            "ddp",
+            ["--data", "m:f", "--image-size", "128"],
+            "--image-size 128 is for --data imagefolder and shards and",
+        ),
+        ("ddp", ["--data", "m:f", "--num-samples", "5"], "--num-samples 5 is for --data synthetic; drop it"),
+        ("ddp", ["--data", "m:f", "--seq-len", "9"], "--seq-len 9 is for --data text and tokens; drop it"),
+        ("ddp", ["--data", "m:f", "--skip-bad-images"], "--skip-bad-images is for --data imagefolder and shards"),
+        ("ddp", ["--data", "m:f", "--download"], "--download is for --data fashion-mnist and cifar10; drop it"),
         ("ddp", ["--data", "shards", "--shuffle-block", "65"], "65: more images than --global-batch-size 64"),
     ],
 )
@@ -183,8 +192,6 @@ def test_what_goes_together_is_taken():
     for name in ("a", "A-1", "run.2_b", "a" * 100, "1..2"):
         assert single.options(["--name", name]).name == name
     assert single.options([*GROUPS, "--accumulate-steps", "7"]).passes == 7
-    words = ["--num-samples", "5", "--seq-len", "9", "--image-size", "8", "--skip-bad-images", "--download"]
-    assert single.options(["--data", "module:function", *words]).num_samples == 5, "as other data"
     on_cpu = [*GRAPHS, "--device", "cpu"]  # which records no graphs
     assert single.options([*on_cpu, "--accumulate-steps", "2"]).accumulate_steps == 2
     for recipe in ("fsdp", "pipeline"):
@@ -364,13 +371,6 @@ class TestConfig:
         assert (args.name, str(args.data_dir), args.epochs) == ("1.10", "0x1F", 12)
         assert (args.lr, str(args.runs_dir)) == (0.001, "2026-11-01")
 
-    def test_an_empty_file_says_nothing(self, tmp_path):
-        assert self.parse(tmp_path, "# nothing\n").epochs == single.options([]).epochs
-
-    def test_a_recipe_knows_its_own_options(self, tmp_path):
-        assert self.parse(tmp_path, "zero: true\ngrad-compression: fp16", recipe=ddp).grad_compression == "fp16"
-        with pytest.raises(UserError, match="unknown option 'zero'"):
-            self.parse(tmp_path, "zero: true")
     def test_the_home_folder_is_written_as_a_tilde(self, tmp_path):
         """No shell expands one in a file, nor in --runs-dir=~/r: a folder named ~ would be made."""
         args = self.parse(tmp_path, "runs-dir: ~/r\nweights: ~/x.pt\ndata: shards\ndata-dir: ~/s\n")
@@ -379,6 +379,13 @@ class TestConfig:
         assert single.options(["--runs-dir=~"]).runs_dir == home
         assert single.options(["--runs-dir=./~"]).runs_dir == Path("~")
 
+    def test_an_empty_file_says_nothing(self, tmp_path):
+        assert self.parse(tmp_path, "# nothing\n").epochs == single.options([]).epochs
+
+    def test_a_recipe_knows_its_own_options(self, tmp_path):
+        assert self.parse(tmp_path, "zero: true\ngrad-compression: fp16", recipe=ddp).grad_compression == "fp16"
+        with pytest.raises(UserError, match="unknown option 'zero'"):
+            self.parse(tmp_path, "zero: true")
 
     @pytest.mark.parametrize(
         ("text", "words"),
