@@ -26,7 +26,7 @@ from recipes.common.metrics import add_batch, averages, new_totals
 from recipes.common.models.models import build_model
 from recipes.common.models.rank_dependence import buffer_digests, warnings_after_passes, warnings_before_training
 from recipes.common.optim import Clip, autocast, clip_gradients, learning_rate, optimizer_step, set_learning_rate
-from recipes.common.options import Options, check_batch
+from recipes.common.options import HALVES, Options, check_batch
 from recipes.common.process.signals import FAIL, GO, STOP, Stop, vote_interval
 from recipes.common.record.record import Record, open_run
 from recipes.common.seeding import choose_kernels, seed_step
@@ -173,7 +173,7 @@ def begin_run(
     peers.watch.follow(lambda: job.position.step, job.folder)
     tuning = TUNING if job.args.compile_mode == "max-autotune" else ""
     taken = content["taken"] if content and "taken" in content else ""
-    warnings = () if job.args.evaluate else (short_run(job), *warnings_before_training(job))
+    warnings = () if job.args.evaluate else (short_run(job), half_weights(job), *warnings_before_training(job))
     for text in filter(None, (taken, unread_folder(job.args), tuning, *warnings)):
         job.say(text)
 
@@ -188,6 +188,16 @@ def short_run(job: Job) -> str:
     if epochs is not None:
         fix = f"lower --warmup-epochs {epochs:g}"
     return f"warning: {what}, so the learning rate stays below --lr; {fix}"
+
+
+def half_weights(job: Job) -> str:
+    """Return a warning if a built-in optimizer updates weights of the user's model that have 16 bits, else ""."""
+    halves = getattr(job.model, HALVES, [])
+    if not halves or is_user_code(job.args.optimizer):
+        return ""
+    name, dtype = halves[0]
+    fix = "build the model in float32 (dtype=torch.float32) and give --amp bf16"
+    return f"warning: {name} is trained in {dtype}, which loses small updates; {fix}"
 
 
 def open_record(job: Job, reads_shards: bool) -> tuple[bool, Content | None]:

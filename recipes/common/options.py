@@ -77,6 +77,8 @@ OWN_MODELS = ("lenet", "vit-tiny", *ADAMW_LR)
 
 HOOKED = "_recipes_hooked_parameters"
 """Attribute of a user's model: the names of the parameters that had gradient hooks when it was built."""
+HALVES = "_recipes_half_parameters"
+"""Attribute of a user's model: the names and types of the 16-bit parameters that it had when it was built."""
 
 
 def option_applies(name: str, data: str) -> bool:

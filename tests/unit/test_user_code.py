@@ -5,9 +5,12 @@
 import contextlib
 import copy
 import importlib
+import random
 import re
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,8 +18,16 @@ from torch import nn
 from recipes.common import user_code
 from recipes.common.data import load_data, workers
 from recipes.common.errors import UserError
+from recipes.common.loop import half_weights
 from recipes.common.models.models import build_model
-from recipes.common.models.user_model import check_fit, check_input, check_on, check_sparse, exact_output
+from recipes.common.models.user_model import (
+    build_user_model,
+    check_fit,
+    check_input,
+    check_on,
+    check_sparse,
+    exact_output,
+)
 from recipes.common.optim import build_optimizer, optimizer_state, set_learning_rate
 from recipes.common.parallel.buckets import find_unused
 from recipes.common.restore import load_optimizer_state
@@ -444,6 +455,8 @@ numpy_classes = lambda: {**noisy(), "num_classes": np.int64(2) + 1}
 nothing = lambda *args: None
 wrong_shape = lambda data: nn.Flatten(0)
 few_classes = lambda data: nn.Linear(2, 2)
+half = lambda data: nn.Linear(2, 3).bfloat16()
+half_frozen = lambda data: nn.Sequential(nn.Linear(2, 2).half().requires_grad_(False), nn.Linear(2, 3))
 fails = lambda *args: 1 / 0
 reads = lambda *args: json.loads("{")
 no_target = lambda: {"train": (X, X), "test": (X, X)}
@@ -897,6 +910,23 @@ def test_what_does_not_fit_is_one_line_with_the_fix(tmp_path, argv, message):
 def test_samples_that_equal_ones_before_them_change_are_seen(name, mixes):
     """Such as those that come after an expert has as many as it takes; random numbers are warned of otherwise."""
     assert load("--data", "mine:classes", "--model", f"mine:{name}")[1].mixes_samples is mixes
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "warns"),
+    [
+        ("half", (), True),
+        ("half", ("--optimizer", "mine:bias_first"), False),
+        ("half_frozen", (), False),
+        ("net", (), False),
+    ],
+)
+def test_16_bit_weights_that_a_built_in_optimizer_updates_are_warned_of(name, more, warns):
+    args = options(["--data", "mine:classes", "--model", f"mine:{name}", *more])
+    model = build_user_model(args, load_data(args, CPU, print))
+    fix = "build the model in float32 (dtype=torch.float32) and give --amp bf16"
+    warning = f"warning: weight is trained in bfloat16, which loses small updates; {fix}"
+    assert half_weights(SimpleNamespace(args=args, model=model)) == (warning if warns else "")
 
 
 def test_a_model_that_changes_its_inputs_in_place_is_checked_on_the_same_inputs():

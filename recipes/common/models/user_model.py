@@ -18,7 +18,7 @@ from recipes.common.language import LanguageModel
 from recipes.common.models.batchnorm import checked_rows
 from recipes.common.models.layers import containers, is_sequential, layers, sparse_embedding
 from recipes.common.optim import autocast
-from recipes.common.options import HOOKED, Options
+from recipes.common.options import HALVES, HOOKED, Options
 from recipes.common.task import Classification, Task, in_float
 from recipes.common.user_code import (
     add_derived,
@@ -52,6 +52,8 @@ def build_user_model(args: Options, data: Data) -> nn.Module:
     vars(model)[HOOKED] = [
         name for name, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks
     ]
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()]
+    vars(model)[HALVES] = [(name, str(p.dtype).removeprefix("torch.")) for name, p in trained if p.itemsize == 2]
     return model
 
 
