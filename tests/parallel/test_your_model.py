@@ -50,6 +50,8 @@ def import_from(folder):
 BREAKS = """
 import os, random, time
 
+import numpy as np
+
 from recipes.common.task import Classification
 
 class TwoToThree(nn.Linear):
@@ -309,6 +311,10 @@ class Noisy(TwoToThree):
     def forward(self, inputs):
         return super().forward(nn.functional.dropout(inputs, 0.5, self.training))
 
+class Narrow(TwoToThree):
+    def forward(self, inputs):
+        return super().forward(inputs.bfloat16()).float()
+
 class Normed(nn.Embedding):
     def forward(self, inputs):
         return super().forward((inputs > 0).long())
@@ -502,6 +508,7 @@ broken_line = lambda data: BrokenModel(nn.Linear(2, 8), nn.Linear(8, 1))
 buffered = lambda data: nn.Sequential(Buffered())
 buffered_at_the_end = lambda data: nn.Sequential(nn.Linear(2, 2), Buffered())
 noisy_at_the_end = lambda data: nn.Sequential(nn.Linear(2, 2), Noisy(data))
+narrow = lambda data: Narrow(data).bfloat16()
 normed = lambda data: nn.Sequential(Normed(2, 3, max_norm=1.0), nn.Flatten(), nn.Linear(6, 3))
 stateless = lambda data: nn.Sequential(
     nn.Linear(2, 8), nn.BatchNorm1d(8, track_running_stats=False), nn.Linear(8, 3))
@@ -513,6 +520,13 @@ unrepeatable = lambda data: nn.Sequential(nn.Linear(2, 8), Unrepeatable(), nn.Li
 unrepeatable_late = lambda data: nn.Sequential(nn.Linear(2, 8), UnrepeatableLate(), nn.Linear(8, 3))
 
 plain = lambda data: nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 3))
+
+def split(generator):
+    inputs, classes = spirals()["train"]
+    order = generator.permutation(900)
+    return {**spirals(), "train": (inputs[order], classes[order])}
+
+split_at_random, split_by_its_own = lambda: split(np.random), lambda: split(np.random.default_rng())
 
 def shorts():
     inputs, classes = spirals()["train"]
@@ -563,6 +577,22 @@ def test_it_trains_on_one_curve_in_every_recipe(run, recipe):
     assert [line["test_accuracy"] for line in ours] == [line["test_accuracy"] for line in theirs]
     assert largest_difference(weights(path), weights(single)) < 1e-5
     assert losses(path)[-1] < 0.9 * losses(path)[0]
+
+
+def test_a_random_split_is_the_same_on_all_ranks(start):
+    start("ddp", 2, *SPIRALS, "--data", "mine:split_at_random", "--max-steps", "1").wait(check=True)
+    line = start("ddp", 2, *SPIRALS, "--data", "mine:split_by_its_own", "--overwrite").wait().refusal
+    what, fix = r"900 samples with digest \w{8}", "code and libraries; seed what --data draws, also at import"
+    assert re.fullmatch(rf"error: rank 1: the training set is {what} on \S+, and {what} on rank 0; .* {fix}", line)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "model", "argv", "count"),
+    [("fsdp", "narrow", (), 1), *slow(("ddp", "narrow", (), 1), ("apex", "net", ("--opt-level", "O3"), 0))],
+)
+def test_weights_of_16_bits_that_are_trained_are_warned_of(start, recipe, model, argv, count):
+    outcome = start(recipe, 2, *SPIRALS, "--model", f"mine:{model}", *argv, "--max-steps", "1").wait(check=True)
+    assert outcome.text.count(" is trained in bfloat16, which loses small updates; ") == count
 
 
 STEPPED = (*SPIRALS, "--lr", "0.01", "--lr-schedule", "constant", "--optimizer", "mine:head_first")

@@ -113,6 +113,11 @@ class OwnGenerator(Noisy):
     def __getitem__(self, index):
         return X[index] + self.generator.random(), index % 3
 
+class Reseeded(OwnGenerator):
+    def __getitem__(self, index):
+        self.generator = np.random.default_rng(int(torch.randint(2**31, ())))
+        return super().__getitem__(index)
+
 class InPlaceEachTime(Noisy):
     def __init__(self):
         self.x = X.clone()
@@ -133,6 +138,14 @@ class LazyApart(Lazy):
 class NoLength(Noisy):
     def __len__(self):
         return len(self.files)
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter([(X[0], 0)])
+
+class StreamOfTwelve(Stream):
+    def __len__(self):
+        return 12
 
 class Grows(Noisy):
     length = 12
@@ -174,6 +187,11 @@ class Holds(Noisy):
 
 def net(data):
     return nn.Linear(data.input.shape[0], data.num_classes or 1)
+
+def drawn():
+    order = torch.randperm(12) + 12 * torch.from_numpy(np.random.permutation(12))
+    targets = torch.tensor(random.sample(range(12), 12))
+    return {"train": (order.float(), targets), "test": (order.float(), targets), "target": "class", "num_classes": 12}
 
 def bias_first(named_parameters, lr, weight_decay):
     names = dict(named_parameters)
@@ -446,6 +464,9 @@ holds_opened = lambda: {**noisy(), "train": Lazy()}
 holds_arrays = lambda: {**noisy(), "train": Holds({"a": X.numpy(), "b": X.numpy(), "c": X})}
 lazy_apart = lambda: {**noisy(), "train": LazyApart()}
 own_generator = lambda: {**noisy(), "train": OwnGenerator()}
+reseeded = lambda: {**noisy(), "train": Reseeded()}
+stream = lambda: {**noisy(), "train": Stream()}
+stream_of_twelve = lambda: {**noisy(), "train": StreamOfTwelve()}
 in_place_each_time = lambda: {**noisy(), "train": InPlaceEachTime()}
 holds_lock = lambda: {**noisy(), "train": Holds(multiprocessing.get_context("forkserver").Lock())}
 ascii = lambda: {**token_9(), "target": "bytes", "num_classes": 128}
@@ -559,6 +580,17 @@ def test_a_worker_reads_what_the_rank_would_read():
     assert labels.tolist() == [0, 2]
 
 
+def test_what_the_function_draws_is_the_same_at_every_launch():
+    """Such as train_test_split()'s: --evaluate would test a run's weights on samples that it was trained on."""
+    found = set()
+    for seed in ("0", "0", "1"):
+        for draw in (np.random.seed, random.seed, torch.seed):
+            draw()  # anew, as when a process starts
+        data = load_data(options(["--data", "mine:drawn", "--seed", seed]), CPU, print)
+        found.add((data.train.fingerprint(), data.test.fingerprint()))
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -600,10 +632,20 @@ def test_large_arrays_that_are_copied_to_workers_are_warned_of(monkeypatch, caps
 def test_samples_that_differ_when_they_are_read_again_are_refused(name):
     """They would depend on the number of workers and of ranks."""
     data, _ = load("--data", f"mine:{name}", "--model", "mine:net")
-    said = rf"^--data mine:{name}: 'train'\[i\] returns something else when it is called again: it draws"
+    said = rf"^--data mine:{name}: 'train'\[i\] returns something else when it is called again: it draws.*, or seed the generator in \[i\], by a"
     with pytest.raises(UserError, match=said):
         data.train.fingerprint()
     assert data.test.fingerprint() == data.test.fingerprint()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_generator_that_a_sample_seeds_may_be_the_data_sets_own(workers):
+    """As those of Albumentations are."""
+    argv = ["--data", "mine:reseeded", "--model", "mine:net", "--workers"]
+    data, alone = (load_data(options([*argv, str(count)]), CPU, print) for count in (workers, 0))
+    assert data.train.fingerprint() == alone.train.fingerprint()
+    ((ours, _),), ((theirs, _),) = (one.train.batches([torch.tensor([3, 8])], 1) for one in (data, alone))
+    assert torch.equal(ours, theirs)
 
 
 def test_a_lock_goes_to_a_worker_alone():
@@ -892,6 +934,8 @@ DOES_NOT_FIT = [
     (("--data", "mine:no_length"), "'train': len() failed: AttributeError: 'NoLength' object has no attribute 'files' ({folder}/mine.py, line"),
     (("--data", "mine:not_finite", "--model", "mine:net", "--task", "mine:Fit"), "the loss of two samples is nan; look for values that are not finite in --data"),
     (("--data", "mine:no_sequence"), "'train' is a list_iterator; give two tensors or arrays, or an object with len() and [i]"),
+    (("--data", "mine:stream"), "'train' is a stream without [i] (a Stream); give a map-style data set (for Parquet: read"),
+    (("--data", "mine:stream_of_twelve"), "'train' is a stream without [i] (a StreamOfTwelve); give a map-style"),
     (("--data", "mine:none"), "'train' is empty; give at least one sample"),
     (("--data", "mine"), "invalid choice 'mine'"),
     (("--task", "mine."), "invalid choice 'mine.'"),

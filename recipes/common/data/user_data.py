@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from recipes.common.data.splits import Batch, Data, MemorySplit, Spec, Split, digest
 from recipes.common.data.workers import LoadedSplit, Sample, check_sendable, read_evenly
@@ -94,8 +94,9 @@ class SeededSamples(Dataset[Any]):
         )
         if again != found:
             what = f"{self.what}[i] returns something else when it is called again"
+            what += ": it draws from a generator of its own, or changes its data"
             fix = "use torch.rand, random.* or numpy.random.* functions, which are seeded for each sample"
-            raise UserError(f"{what}: it draws from a generator of its own, or changes its data; {fix}")
+            raise UserError(f"{what}; {fix}, or seed the generator in [i], by a number from torch.randint()")
         return f"{len(self)} samples with digest {found:08x}"
 
 
@@ -109,7 +110,9 @@ def load_user_data(args: Options, device: torch.device, on_fault: Callable[[User
     Raises UserError if it fails or returns something else.
     """
     what = f"--data {args.data}"
-    found = call_user_code(what, import_user_code("--data", args.data))
+    function = import_user_code("--data", args.data)
+    seed_all(0)  # not --seed: another one keeps the test set
+    found = call_user_code(what, function)
     kind, num_classes = _target_of(found, what)
     splits = {split: _without_graph(f"{what}: {split!r}", found[split]) for split in ("train", "test")}
     first = {split: _first_sample(f"{what}: {split!r}", samples) for split, samples in splits.items()}
@@ -195,6 +198,9 @@ def _first_sample(what: str, samples: Any) -> Batch:
         if counts[0] != counts[1] or not counts[1]:
             raise UserError(f"{what} has {counts[0]} inputs and {counts[1]} targets; give as many of each")
         return inputs[0], targets[0]
+    if isinstance(samples, IterableDataset):
+        fix = "give a map-style data set (for Parquet: read row groups in [i]), or use a script of your own"
+        raise UserError(f"{what} is a stream without [i] ({name_of(samples)}); {fix}")
     if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__"):
         fix = "give two tensors or arrays, or an object with len() and [i], such as a torch.utils.data.Dataset"
         raise UserError(f"{what} is {name_of(samples)}; {fix}")

@@ -139,7 +139,8 @@ def load_same_data(args: Options, recipe: str, peers: Peers, on_bad_image: Calla
     data = run_on_all_ranks(lambda: load_data(args, peers.device, on_bad_image, found), peers)
     splits = {"the training set": data.train, "the test set": data.test}
     facts = run_on_all_ranks(lambda: {name: split.fingerprint() for name, split in splits.items()}, peers)
-    check_same_facts(facts, peers)
+    fix = f"{SAME_START}; seed what --data draws, also at import" if is_user_code(args.data) else SAME_START
+    check_same_facts(facts, peers, fix)
     names = {"classes": list(data.classes)} if data.classes else {}  # the digests are of the labels, too
     return replace(data, fingerprints={**facts, **names})
 
