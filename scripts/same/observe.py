@@ -95,11 +95,34 @@ def local_tensor(tensor: Any) -> Any:
 
 
 def fingerprints(batch: Tensor) -> list[str]:
-    """Return a fingerprint of each sample's content; samples are along the first dimension."""
-    rows = batch.detach().flatten(1) if batch.dim() > 1 else batch.detach().unsqueeze(1)
-    rows = rows[:, :: max(1, rows.shape[1] // MAX_FEATURES)].double()
-    places = torch.arange(rows.shape[1], dtype=torch.float64, device=rows.device)
-    return [f"{value:.9e}" for value in (rows * torch.cos(places + 1)).sum(dim=1).tolist()]
+    """Return a fingerprint of each sample's content; samples are along the first dimension.
+
+    Zeros at the end of a sample's dimensions, which may pad it to the longest one of its batch, do not count.
+    """
+    samples = batch.detach() if batch.dim() > 1 else batch.detach().unsqueeze(1)
+    found = weighted_sums(samples)
+    if samples.dim() == 2 and samples.shape[1] < 2 * MAX_FEATURES:  # all elements are read, and zeros add nothing
+        return found
+    ends = [samples.movedim(dim, 1)[:, -1:].bool().flatten(1).any(1) for dim in range(1, samples.dim())]
+    for i in torch.stack(ends).all(0).logical_not().nonzero().flatten().tolist():
+        found[i : i + 1] = weighted_sums(without_padding(samples[i])[None])
+    return found
+
+
+def without_padding(sample: Tensor) -> Tensor:
+    """Return a sample without the slices at the end of each dimension that are all zeros."""
+    filled = sample.bool()[..., None]
+    slices = [filled.transpose(0, dim).flatten(1).any(1).nonzero().flatten() for dim in range(sample.dim())]
+    return sample[tuple(slice(max(places.tolist(), default=-1) + 1) for places in slices)]
+
+
+def weighted_sums(samples: Tensor) -> list[str]:
+    """Return for each sample a sum of evenly spaced elements, weighted by their places, and its inner shape."""
+    rows = samples.flatten(1)
+    step = max(1, rows.shape[1] // MAX_FEATURES)
+    places = torch.arange(0, rows.shape[1], step, dtype=torch.float64, device=rows.device)
+    sums = (rows[:, ::step].double() * torch.cos(places + 1)).sum(dim=1).tolist()
+    return [" ".join([f"{value:.9e}", *map(str, samples.shape[2:])]) for value in sums]
 
 
 def find_batch(values: Iterable[Any], counts: Sequence[int], depth: int = 0) -> list[Tensor]:

@@ -97,6 +97,28 @@ def test_what_pads_a_sample_is_no_part_of_it_if_the_model_gets_a_mask(tmp_path, 
     observer.see_batch(model, ((), {**long, "attention_mask": mask.to("meta")}))
 
 
+@pytest.mark.parametrize(
+    ("shape", "lengths"),
+    [((80, 60), (100, 140)), ((1, 80, 60), (70, 300)), ((6000,), (8000, 9000, 20000))],
+)
+def test_zeros_that_pad_a_sample_are_no_part_of_it(shape, lengths):
+    """More of them would move the elements that are read, or those of the next row."""
+    sample = torch.randn(1, *shape)
+    padded = [torch.nn.functional.pad(sample, (0, length - shape[-1])) for length in lengths]
+    higher = torch.nn.functional.pad(sample, (0, 0, 0, 7)) if len(shape) > 1 else sample
+    ours = [observe.fingerprints(torch.cat([rows, rows + 1])) for rows in (sample, higher, *padded)]
+    assert len({first for first, _ in ours}) == 1
+    assert all(first != second for first, second in ours)
+
+
+def test_samples_with_the_same_elements_in_other_places_are_told_apart():
+    rows, ones = torch.tensor([[1.0, 2.0], [0.0, 0.0]]), [torch.ones(size) for size in (8192, 12288)]
+    padded = [torch.nn.functional.pad(one, (0, 16384 - len(one))) for one in ones]
+    for samples in (torch.stack([rows, rows.T, rows.flip(0), rows.flip(1)]), torch.stack(padded)):
+        assert len({*observe.fingerprints(samples)}) == len(samples)
+    assert observe.fingerprints(torch.zeros(2, 3, 0)) == observe.fingerprints(torch.zeros(2, 4, 5))
+
+
 def test_a_sketch_does_not_depend_on_the_default_device():
     tensor = torch.arange(100.0)
     with torch.device("meta"):
