@@ -117,7 +117,12 @@ class Throughput:
         self._earlier = (steps, seconds)
 
     def sent_per_step(self) -> float:
-        """Return the bytes that this machine has sent per step, by any process."""
+        """Return the bytes that this machine has sent per step, by any process.
+
+        NaN on GPUs, whose traffic over NVLink and RDMA passes no interface.
+        """
+        if self.device.type == "cuda":
+            return math.nan
         return self._sent / self._steps if self._steps else 0.0
 
     def _rate(self, steps: int, seconds: float) -> float:
@@ -131,7 +136,7 @@ class Throughput:
 def sent_bytes() -> dict[str, int]:
     """Return the bytes that each network interface of this machine has sent, loopback included ({} if unknown).
 
-    Exchanges through shared memory or NVLink do not pass an interface and are not counted.
+    Exchanges through shared memory, NVLink or RDMA do not pass an interface and are not counted.
     """
     try:
         lines = Path("/proc/net/dev").read_text().splitlines()[2:]

@@ -59,7 +59,7 @@ COLUMNS = (
 def read_run(folder: Path) -> dict[str, Any]:
     """Return the figures of a completed run's row in the table, and its losses by step."""
     result = json.loads((folder / "result.json").read_text())
-    headline = result["headline"]
+    headline, sent = result["headline"], result["sent_bytes_per_step"]
     epochs = [row for row in read_metrics(folder) if row["kind"] == "epoch"]
     reached = [row["train_s"] for row in epochs if (row.get("test_accuracy") or 0) >= TARGET_ACCURACY]
     return {
@@ -69,7 +69,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "epoch_s": result["samples"] / result["epochs"] / speed if (speed := result["samples_per_s"]) else None,
         "target_s": reached[0] if reached else None,
         "peak_memory_mb": result["peak_memory_bytes"] / 1e6,
-        "sent_kb": result["sent_bytes_per_step"] / result["world_size"] / 1e3,
+        "sent_kb": None if sent is None else sent / result["world_size"] / 1e3,
         "test_title": headline.replace("_", " "),
         "test_result": result[headline],
         "losses": read_losses(folder),
@@ -125,8 +125,8 @@ def notes_of(folder: Path, args: Namespace) -> list[str]:
         f"{hardware['cpus']} CPU cores ({hardware['machine']}), {gpus}; Python {versions['python']}, torch "
         f"{versions['torch']}. {first}: {'; '.join(config['launches'][-1]['ranks'])}.",
         "Samples per second leave out each run's first step and its evaluations. Peak memory is that of rank 0. "
-        "Bytes are those of the machine's network interfaces while training, loopback included; shared memory and "
-        "NVLink are not in them.",
+        "Bytes are those of the machine's network interfaces while training, loopback included; shared memory is "
+        "not in them. They are unknown on GPUs, whose traffic over NVLink and RDMA passes no interface.",
         f"The largest loss difference is relative to {first}, over the first {args.steps} steps: rounding grows "
         "with the steps, whatever the recipe.",
     ]

@@ -34,7 +34,7 @@ def test_figures_are_those_of_the_runs(runs):
 
 
 def test_evaluations_within_an_epoch_are_no_epochs_and_null_is_no_figure(tmp_path):
-    """With --on-nonfinite skip, the loss of a logged step may be NaN, which the record has as null."""
+    """The record has null for the loss of a step that --on-nonfinite skip left out, and for the bytes on GPUs."""
     losses = [{"kind": "step", "step": step, "loss": loss} for step, loss in ((1, 2.0), (2, None))]
     evaluations = [
         {"kind": kind, "step": 2, "test_loss": None, "test_accuracy": None, "train_s": 6.0}
@@ -42,13 +42,13 @@ def test_evaluations_within_an_epoch_are_no_epochs_and_null_is_no_figure(tmp_pat
     ]
     result = {
         **{"recipe": "single", "world_size": 1, "samples_per_s": 1.0, "train_s": 6.0, "peak_memory_bytes": 1},
-        **{"sent_bytes_per_step": 0.0, "headline": "test_accuracy", "test_accuracy": None},
+        **{"sent_bytes_per_step": None, "headline": "test_accuracy", "test_accuracy": None},
         **{"samples": 6, "epochs": 1.0},
     }
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, losses + evaluations)))
     (tmp_path / "result.json").write_text(json.dumps(result))
     found = compare.read_run(tmp_path)
-    assert (found["epoch_s"], found["target_s"], found["test_result"]) == (6.0, None, None)
+    assert (found["epoch_s"], found["target_s"], found["test_result"], found["sent_kb"]) == (6.0, None, None, None)
     assert compare.difference(found["losses"], found["losses"], steps=2) == 0
     (tmp_path / "result.json").write_text(json.dumps({**result, "test_accuracy": math.inf}))
     assert " inf " in compare.table(compare.COLUMNS, [{**compare.read_run(tmp_path), "difference": 0.0}])

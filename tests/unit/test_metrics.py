@@ -102,3 +102,15 @@ class TestThroughput:
         clock.start()
         clock.pause()
         assert clock.sent_per_step() == (300 + 200 + 50) / 2
+
+    def test_bytes_that_pass_no_interface_are_unknown(self, monkeypatch):
+        """With RDMA, a step of GPUs would have a few kB in /proc/net/dev: the messages of stores and Gloo."""
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        counts = [{"eth0": sent} for sent in (0, 10, 30)]
+        monkeypatch.setattr(metrics, "sent_bytes", lambda: counts.pop(0))
+        clock = metrics.Throughput(64, torch.device("cuda", 0))
+        clock.start()
+        clock.count_step()
+        clock.count_step()
+        clock.pause()
+        assert math.isnan(clock.sent_per_step())

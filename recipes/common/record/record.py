@@ -303,9 +303,9 @@ class Record:
         Over all launches of the run: step (the last one), the last evaluation's averages (the printed line shows
         `headline`), the best `headline` of any evaluation, samples (trained on), epochs (parts count as such),
         train_s, samples_per_s, and tokens_per_s if the task counts tokens (timed without each launch's first
-        step). Of this launch: world_size, sent_bytes_per_step (by this machine), peak_memory_bytes (of rank 0),
-        checkpoints (how many), checkpoint_stall_s (the average time for which one held up training) and ended
-        (when). A run that was complete before this launch keeps its result.
+        step). Of this launch: world_size, sent_bytes_per_step (by this machine; null on GPUs), peak_memory_bytes
+        (of rank 0), checkpoints (how many), checkpoint_stall_s (the average time for which one held up training)
+        and ended (when). A run that was complete before this launch keeps its result.
         """
         self.close()
         path = self.folder / "result.json"
