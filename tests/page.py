@@ -16,12 +16,14 @@ from tests.support import ROOT
 
 def run_page(recipe: str, argv: list[str]) -> None:
     """Do what `python recipes/RECIPE/minimal.py ARGV` does."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+    assert not gpus or torch.cuda.device_count() == len(gpus.split(",")), "GPUs are missing: a page would use CPUs"
     path = ROOT / "recipes" / recipe / "minimal.py"
     sys.argv = [str(path), *argv]
     sys.path.insert(0, str(ROOT / "tests" / "stand_in"))  # apex.amp itself needs a GPU
     # Fork: a new interpreter would import torch, 10 s of a core. test_your_own.py starts the page as a user does.
     # Not where there may be GPUs: without NVML, torch cannot count them in a process that forks others.
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+    if gpus == "" or "STAND_IN_GPUS" in os.environ:
         mp.spawn = functools.partial(mp.start_processes, start_method="fork")
     status = 0
     try:

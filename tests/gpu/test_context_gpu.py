@@ -1,4 +1,4 @@
-"""Context parallelism on GPUs: their attention kernels, two ranks that share one, two over NCCL, and the page."""
+"""Context parallelism on GPUs: their attention kernels, two ranks that share one, more over NCCL, and the page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from recipes.common.models.gpt import Attention, rotate
 from recipes.context import attention
 from recipes.context.attention import make_sequence_sharding, shard_sequence
 from tests.conftest import need_gpus
-from tests.gpu.test_every_recipe_gpu import FIRST, FP32, STEPS, share_a_gpu
+from tests.gpu.test_every_recipe_gpu import FP32, STEPS, first_gpus, share_a_gpu
 from tests.parallel.test_context import FULL, TEXT, Mesh, run_the_page, texts  # noqa: F401 (a fixture)
 from tests.support import losses, run_ranks, train, words_for
 
@@ -63,7 +63,11 @@ def test_two_gpus_equal_the_cpu(tmp_path, cpu, more):
     assert losses(run) == pytest.approx(cpu, rel=FP32)
 
 
-def test_the_page_on_one_gpu_has_the_cpus_curve(tmp_path, texts):  # noqa: F811
-    on_gpu = run_the_page(texts[0], tmp_path, 1, 1, CUDA_VISIBLE_DEVICES=FIRST, NVIDIA_TF32_OVERRIDE="0")
+@pytest.mark.parametrize(("gpus", "ranks"), [(1, 1), (2, 2), (4, 2)])
+def test_the_page_has_the_cpus_curve(tmp_path, texts, gpus, ranks):  # noqa: F811
+    need_gpus(gpus)
+    env = {"CUDA_VISIBLE_DEVICES": first_gpus(gpus), "NVIDIA_TF32_OVERRIDE": "0"}
+    steps, epochs, _ = run_the_page(texts[0], tmp_path, gpus, ranks, **env)
     on_cpu = run_the_page(texts[0], tmp_path, 1, 1, CUDA_VISIBLE_DEVICES="")
-    assert on_gpu[0] == pytest.approx(on_cpu[0], rel=FP32)
+    assert steps == pytest.approx(on_cpu[0], rel=FP32)
+    assert epochs == pytest.approx(on_cpu[1], rel=FP32)

@@ -1,11 +1,10 @@
-"""Every recipe and every minimal.py on a GPU has the curve of single on a CPU; so have two ranks that share it.
+"""Every recipe on GPUs has the curve of single on a CPU: on one GPU, in two ranks that share it, and over NCCL.
 
 NCCL refuses two ranks on one GPU, so they exchange over gloo. Everything but NCCL is as on two GPUs.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 from dataclasses import dataclass
 
@@ -17,7 +16,6 @@ from torch import nn
 from recipes.common.data.shards import pack
 from tests.conftest import need_gpus, need_horovod, require
 from tests.images import make_images
-from tests.parallel import test_minimal as minimal
 from tests.support import (
     ROOT,
     Ranks,
@@ -51,8 +49,23 @@ SHARED = {
 }
 """The same with two ranks. Horovod is missing: between GPUs it exchanges only over NCCL."""
 
-FIRST = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-"""The first GPU, as CUDA_VISIBLE_DEVICES names it."""
+OVER_NCCL = [
+    *((2, recipe, own) for recipe, own in SHARED.items()),
+    (2, "horovod", ALONE["horovod"]),
+    (2, "ddp", ("--zero",)),
+    (2, "scratch", ("--allreduce", "naive")),
+    (2, "pipeline", ("--stages", "2", "--schedule", "gpipe")),
+    (2, "pipeline", ("--stages", "2", "--schedule", "interleaved")),
+    (4, "pipeline", ("--stages", "2")),
+    (4, "pipeline", ("--stages", "4")),
+    (4, "fsdp", ("--replicas", "2")),
+]
+"""Numbers of GPUs, recipes and options; test_context_gpu.py has context."""
+
+
+def first_gpus(count: int) -> str:
+    """Return the first GPUs, as CUDA_VISIBLE_DEVICES names them."""
+    return ",".join(os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")[:count])
 
 
 @dataclass
@@ -121,7 +134,7 @@ def need_own_library(recipe):
 def test_one_gpu_equals_the_cpu(tmp_path, cpu, recipe):
     need_own_library(recipe)
     words = (*STEPS, "--device", "cuda", *ALONE[recipe])
-    assert_same_run(train(recipe, tmp_path, 1, *words, CUDA_VISIBLE_DEVICES=FIRST), cpu)
+    assert_same_run(train(recipe, tmp_path, 1, *words, CUDA_VISIBLE_DEVICES=first_gpus(1)), cpu)
 
 
 @pytest.mark.parametrize("recipe", SHARED)
@@ -131,10 +144,30 @@ def test_two_ranks_on_one_gpu_equal_the_cpu(tmp_path, cpu, recipe):
     assert_same_run(tmp_path / "run", cpu)
 
 
-@pytest.mark.parametrize("recipe", SHARED)
-def test_two_gpus_equal_the_cpu(tmp_path, cpu, recipe):
+@pytest.mark.parametrize(("gpus", "recipe", "own"), OVER_NCCL, ids=str)
+def test_ranks_over_nccl_equal_the_cpu(tmp_path, cpu, gpus, recipe, own):
+    need_gpus(gpus)
+    need_own_library(recipe)
+    assert_same_run(train(recipe, tmp_path, gpus, *STEPS, "--device", "cuda", *own), cpu)
+
+
+def test_gradients_in_fp16_over_nccl_stay_close(tmp_path, cpu):
+    """As in test_contract.py: two ranks round a gradient three times in each step."""
     need_gpus(2)
-    assert_same_run(train(recipe, tmp_path, 2, *STEPS, "--device", "cuda", *SHARED[recipe]), cpu)
+    run = train("ddp", tmp_path, 2, *STEPS, "--device", "cuda", "--grad-compression", "fp16")
+    for step, (ours, theirs) in enumerate(zip(losses(run), losses(cpu), strict=True)):
+        assert ours == pytest.approx(theirs, rel=FP32 + step * 3 * 2**-11), step
+    assert losses(run) != pytest.approx(losses(cpu), rel=1e-6)
+
+
+def test_powersgd_over_nccl_equals_the_cpus(tmp_path, cpu):
+    """It compresses from step 12 on, and draws factors on the CPU first. After step 40, rounding errors grow."""
+    need_gpus(2, real=True)
+    words = (*STEPS, "--grad-compression", "powersgd")
+    run = train("ddp", tmp_path, 2, *words, "--device", "cuda")
+    on_cpus = train("ddp", tmp_path / "cpus", 2, *words, CUDA_VISIBLE_DEVICES="")
+    assert losses(run)[:40] == pytest.approx(losses(on_cpus)[:40], rel=FP32)
+    assert losses(run)[:40] != pytest.approx(losses(cpu)[:40], rel=0.01)
 
 
 @pytest.mark.parametrize("more", [(), ("--async-checkpoints", "--sharded-checkpoints")], ids=str)
@@ -251,14 +284,3 @@ def test_a_pipeline_on_two_gpus_of_a_process_equals_the_cpu(tmp_path):
     split = ("--split", "in-process", "--stages", "2", "--num-microbatches", "2")
     run = train("pipeline", tmp_path, 1, *words, "--device", "cuda", *split)
     assert losses(run) == pytest.approx(losses(train("single", tmp_path, 1, *words, "--device", "cpu")), rel=FP32)
-
-
-@pytest.mark.parametrize("page", minimal.ON_DIGITS)
-def test_a_page_on_one_gpu_has_the_cpus_curve(tmp_path, page):
-    need_own_library(page)
-    argv, started = minimal.options_of(page, 1, 1)
-    run = functools.partial(minimal.run, page, world_size=started, argv=["--epochs", "2", *argv])
-    on_gpu = run(tmp_path / "gpu", CUDA_VISIBLE_DEVICES=FIRST, NVIDIA_TF32_OVERRIDE="0")
-    on_cpu = run(tmp_path / "cpu", CUDA_VISIBLE_DEVICES="")
-    assert len(on_gpu.losses) == 44
-    assert on_gpu.losses == pytest.approx(on_cpu.losses, rel=FP32)

@@ -14,7 +14,9 @@ from tests.support import Command
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
-@pytest.mark.parametrize("part", ["apex", "context_gpu", "ddp_gpu", "devices_gpu", "every_recipe_gpu"])
+@pytest.mark.parametrize(
+    "part", ["apex", "context_gpu", "ddp_gpu", "devices_gpu", "every_recipe_gpu", "pages_gpu"]
+)
 def test_what_needs_no_real_gpu_passes(part, tmp_path, monkeypatch):
     is_known = torch.__version__ >= "2.14"
     require("torch-2.14", is_known, f"stand-ins do not fit torch {torch.__version__}", "run `make setup`")
