@@ -47,7 +47,7 @@ fail() {
 
 # option NAME DEFAULT ARGUMENTS...: print the last value of an option among arguments: --name x or --name=x.
 option() {
-    local name=$1 value=$2
+    local name=$1 value=$2 home=~
     shift 2
     while (($#)); do
         case $1 in
@@ -56,7 +56,7 @@ option() {
         esac
         shift
     done
-    if [[ $value == \~ || $value == \~/* ]]; then value=$HOME${value:1}; fi # of --runs-dir=~/runs, which no shell expands
+    if [[ $value == \~ || $value == \~/* ]]; then value=$home${value:1}; fi # of --runs-dir=~/runs, which no shell expands
     echo "$value"
 }
 
@@ -212,6 +212,8 @@ set_options() {
     if ((gpus > 0)) && ! grep -qsE '^[{ ]*"?device"? *: *"?(cpu|cuda)' "$(option --config "" "$@")"; then options=(--device cuda "$@"); fi
     if [[ $recipe == probe ]]; then return; fi # it keeps no record
     options=(--name "$name" "${options[@]}")
+    # The ranks' HOME may be that of a container.
+    if [[ " $*" == *" --runs-dir"[=\ ]"~"* ]]; then options+=(--runs-dir "$(option --runs-dir "" "$@")"); fi
     if resumes; then options+=(--resume auto); fi
 }
 

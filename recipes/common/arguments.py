@@ -143,8 +143,12 @@ def option_text(value: Any) -> str:
 
 
 def expand_home(text: str) -> str:
-    """Return a path, a ~ at its start being the home folder; if there is none, ~ is a name like any other."""
-    return os.path.expanduser(text)  # noqa: PTH111 (Path.expanduser() raises an error instead)
+    """Return a path, ~ or ~/ at its start being the home folder; if there is none, ~ is a name like any other.
+
+    As slurm/job.sh, it does not know ~name.
+    """
+    is_home = text == "~" or text.startswith("~/")
+    return os.path.expanduser(text) if is_home else text  # noqa: PTH111 (Path.expanduser() raises an error instead)
 
 
 def path_or_url(text: str) -> Path:

@@ -20,7 +20,7 @@ from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from recipes.common.arguments import Parser, whole_number
+from recipes.common.arguments import Parser, expand_home, whole_number
 from recipes.common.errors import UserError, adjust_output, as_user_error, lack_of_processes, nearest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,8 +167,8 @@ def check_names(what: str, names: Sequence[str], known: Sequence[str], cutoff: f
 
 
 def absolute(path: str | Path) -> Path:
-    """Return an absolute path, ~ being the home folder; if there is none, ~ is a name like any other."""
-    return Path(os.path.expanduser(path)).absolute()  # noqa: PTH111 (Path.expanduser() raises an error instead)
+    """Return an absolute path; a ~ at its start is the home folder, as in a recipe's options."""
+    return Path(expand_home(str(path))).absolute()
 
 
 def next_folder(kind: str, runs: Path = ROOT / "runs") -> Path:

@@ -1188,8 +1188,9 @@ def test_a_folder_of_runs_that_cannot_be_made_is_one_line(job, tmp_path):
 def test_a_folder_of_runs_may_be_below_the_home_folder(job, tmp_path):
     """bash leaves the ~ in --runs-dir=~/runs: logs would be in a folder named ~, and the record elsewhere."""
     begin = 'begin_job ddp "$@" --runs-dir=~/own --name=mine'
-    done = job(begin=begin, then='echo "$run_dir"', HOME=str(tmp_path))
-    assert done.stdout.splitlines()[-1:] == [f"{tmp_path}/own/mine"], done.stderr
+    done = job(begin=begin, then='echo "$run_dir ${options[@]: -2}"', HOME=str(tmp_path))
+    expected = f"{tmp_path}/own/mine --runs-dir {tmp_path}/own"  # the ranks' HOME may be that of a container
+    assert done.stdout.splitlines()[-1:] == [expected], done.stderr
     assert (tmp_path / "own/mine/slurm").is_dir()
 
 
