@@ -355,11 +355,13 @@ class Watched:
         if self.state == "COMPLETED" or (self.state == "GONE" and status == 0):
             return 0
         pattern = self.log.name.replace("_0_log", "_*_log")
-        causes = []
-        for log in sorted(self.log.parent.glob(pattern)):
+        causes, seen = [], {""}
+        for log in sorted(self.log.parent.glob(pattern)):  # rank 0's first
             is_shown = log.name == self.log.name and not self.run.point
-            if not is_shown and (cause := cause_in(log.read_text(errors="replace"))):
+            cause = cause_in(log.read_text(errors="replace"))
+            if not is_shown and cause not in seen:
                 causes.append(f"{log.name}: {cause}")
+            seen.add(cause)
         if len(causes) > MOST_CAUSES:  # the loss of another rank is no cause
             causes.sort(key=lambda line: "lost another rank" in line)
             causes[MOST_CAUSES:] = [f"... and {len(causes) - MOST_CAUSES} more ranks with errors"]

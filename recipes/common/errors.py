@@ -20,7 +20,8 @@ class UserError(ValueError):
 
     Args:
         on_every_node: rank 0 may not have this error, so the first rank of each node that has it prints it.
-        on_one_rank: only this rank has this error: it prints it and ends without the others.
+        on_one_rank: this rank has not shared this error: it ends without the others, and prints it unless another
+            rank that has it, too, does.
         is_passing: another launch may not have this error, so that the engine may start one.
     """
 

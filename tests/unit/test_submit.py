@@ -295,6 +295,14 @@ def test_a_status_for_which_the_disk_had_no_room_is_a_failure_with_its_causes(tm
     assert "7_1_log.out: error: cannot write x: No space left on device\n" in capsys.readouterr().err
 
 
+def test_an_error_that_several_ranks_have_printed_is_said_once(tmp_path, capsys):
+    for rank, text in enumerate(["error: no gradient", "error: no gradient", "error: no room", "error: no room"]):
+        (tmp_path / f"7_{rank}_log.out").write_text(f"{text}\n")
+    watched(tmp_path, state="FAILED").end()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:-1] == ["7_2_log.out: error: no room"], "the watch has shown what rank 0 printed"
+
+
 def test_slurms_word_is_enough_where_the_status_is_not_seen_yet(tmp_path):
     """On the login node, an NFS client may not see new files; the batch script ends well only if all ranks did."""
     assert watched(tmp_path, state="COMPLETED").end() == 0

@@ -73,7 +73,8 @@ def run_main(main: Callable[[], object]) -> int:
     All ranks end with the same status, but only rank 0 prints: a recipe shares an error of one rank with all ranks
     before it raises it. Before the ranks have met, rank 0 may not have the error: then the first rank of each
     other node prints it, too, unless its launcher ends it first. If ranks have the same error without sharing it,
-    one rank of node 0 prints it, and one of all other nodes, whose line launchers leave out if node 0 has one.
+    one rank of node 0 prints it, and one of all other nodes: launch.sh's nodes on one machine and slurm/ show the
+    first alone.
 
     A lost connection to another rank and a lack of memory, threads or processes are also reported in one line,
     with status 1: the lost rank reports its own error, and all ranks mostly run out of memory in the same step. If
