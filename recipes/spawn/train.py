@@ -135,7 +135,8 @@ def wait_for_ranks(context: mp.ProcessContext, has_met: Event) -> list[int | Non
 def leave_stuck_rank(context: mp.ProcessContext, first: int, status: int) -> None:
     """Wait for the ranks, all of them killed; end this process if one does not end, as for a dead file server.
 
-    At its exit, multiprocessing would wait for that rank without a limit. `first` is the node's first rank.
+    At its exit, multiprocessing would wait for that rank without a limit. `first` is the node's first rank, and
+    `status` that of the other ranks.
     """
     deadline = time.monotonic() + STUCK_S
     for rank, process in enumerate(context.processes, start=first):
@@ -143,7 +144,7 @@ def leave_stuck_rank(context: mp.ProcessContext, first: int, status: int) -> Non
         if process.exitcode is None:
             print(f"error: {StuckRankError(rank, process.pid)}", file=sys.stderr, flush=True)
             sys.stdout.flush()
-            os._exit(status)
+            os._exit(status or StuckRankError.status)
 
 
 def leave_early(number: int, frame: FrameType | None) -> None:

@@ -1,9 +1,11 @@
 """torch.multiprocessing.spawn: the numbers of single; signals arrive, and nothing is left behind."""
 
+import os
 import re
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -149,6 +151,16 @@ def test_a_rank_that_cannot_end_does_not_hold_its_starter():
     fix = r"a file system does not answer \(see dmesg, df\); repair it, then add --resume auto"
     assert re.fullmatch(f"error: {what}: {fix}", second)
     starter.kill()
+
+
+@pytest.mark.parametrize(("others", "status"), [(5, 5), (0, 3)])
+def test_a_rank_that_cannot_end_is_no_success(monkeypatch, others, status):
+    """After a stop signal before the ranks have met, no status is known."""
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    stuck = SimpleNamespace(join=lambda timeout: None, exitcode=None, pid=7)
+    with pytest.raises(SystemExit) as ended:
+        spawn.leave_stuck_rank(SimpleNamespace(processes=[stuck]), 0, others)
+    assert ended.value.code == status
 
 
 @pytest.mark.slow

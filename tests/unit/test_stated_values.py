@@ -28,7 +28,7 @@ STATED = [
     ("docs/elastic.md", "Once `MIN_NODES` have, it waits at most 2 s", elastic.LAST_CALL_S, 2),
     ("docs/elastic.md", "after the round has run for 10 s", elastic.MIN_ROUND_S, 10),
     ("docs/elastic.md", "nodes for `RDZV_TIMEOUT_S` (300 s;", agent.read_node.__defaults__, (300,)),
-    ("docs/failures.md", "the agent ends a minute later", stuck.STUCK_S, 60),
+    ("docs/failures.md", "spawn's starter, ends a minute later", stuck.STUCK_S, 60),
     ("docs/failures.md", "have waited `--timeout-s` (300)", Options.timeout_s, 300),
     ("docs/failures.md", "may take ten times `--timeout-s`", sample.MAX_TIMEOUTS, 10),
     ("docs/failures.md", "`--straggler-window-s` (10 s)", Options.straggler_window_s, 10),
