@@ -196,7 +196,7 @@ def half_weights(job: Job) -> str:
     if not halves or is_user_code(job.args.optimizer):
         return ""
     name, dtype = halves[0]
-    fix = "build the model in float32 (dtype=torch.float32) and give --amp bf16"
+    fix = "build the model in float32 (dtype=torch.float32); with mixed precision, it still computes in 16 bits"
     return f"warning: {name} is trained in {dtype}, which loses small updates; {fix}"
 
 

@@ -968,7 +968,7 @@ def test_samples_that_equal_ones_before_them_change_are_seen(name, mixes):
 def test_16_bit_weights_that_a_built_in_optimizer_updates_are_warned_of(name, more, warns):
     args = options(["--data", "mine:classes", "--model", f"mine:{name}", *more])
     model = build_user_model(args, load_data(args, CPU, print))
-    fix = "build the model in float32 (dtype=torch.float32) and give --amp bf16"
+    fix = "build the model in float32 (dtype=torch.float32); with mixed precision, it still computes in 16 bits"
     warning = f"warning: weight is trained in bfloat16, which loses small updates; {fix}"
     assert half_weights(SimpleNamespace(args=args, model=model)) == (warning if warns else "")
 
