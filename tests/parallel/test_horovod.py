@@ -38,7 +38,8 @@ def test_a_signal_ends_it_with_a_checkpoint(tmp_path):
 def test_kill_of_a_rank_ends_all(tmp_path):
     command = local("horovod", 2, 1, *words_for(tmp_path, "horovod", *ENDLESS))
     command.wait_for_step(tmp_path / "horovod", 3)
-    command.processes("recipes.horovod.train")[-1].kill()
+    ranks = {process.environ()["RANK"]: process for process in command.processes("-m recipes.horovod.train")}
+    ranks["1"].kill()
     assert command.wait(gone_within_s=10).status != 0
     # Horovod passes gloo's error on or only says that it has ended, by what it was doing.
     why = "Horovod has been shut down|Connection (reset|closed) by peer|Broken pipe"
