@@ -53,6 +53,9 @@ KINDS = {
 }
 """Kinds of jobs; KIND's manifest is k8s/KIND.yaml."""
 
+WHOLE_RESOURCES = ("gpus", "cpu-only")
+"""Components that replace a container's resources: they come before those that add devices (rdma, efa)."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -150,7 +153,7 @@ def render(request: Request) -> list[dict[str, Any]]:
     """
     check(request)
     documents = load(f"{request.kind}.yaml")
-    for component in request.components:
+    for component in sorted(request.components, key=lambda name: name not in WHOLE_RESOURCES):
         documents = add_component(documents, component, request.kind)
     rename(documents, documents[-1]["metadata"]["name"], request.name)
     job = documents[-1]["spec"]
