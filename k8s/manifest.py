@@ -171,6 +171,8 @@ def render(request: Request) -> list[dict[str, Any]]:
             set_env(container, "FABRIC", request.fabric)
         if request.script:
             container["env"] += script_variables(request.script, request.name)
+            if request.gpus == 0:  # it has no --device, and images ask NVIDIA's runtime for all GPUs
+                container["env"].append({"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"})
     for holder in [*containers, job.get("trainer", {})]:
         if "args" in holder:
             holder["args"] = arguments(request, holder["args"])
@@ -359,10 +361,12 @@ def arguments(request: Request, words: Sequence[str]) -> list[str]:
                 f"k8s/{request.kind}.yaml: {word!r} in args is not text; put it in quotes (YAML reads 1.10 as 1.1)"
             )
     options = [word.replace("$", "$$") for word in request.options]  # Kubernetes expands $(NAME), and $$ to $
-    if request.kind == "doctor":
-        return [*words, *options]
     if request.script:
         return [request.recipe, *options]
+    if request.gpus == 0:  # where NVIDIA's runtime is the default, a pod without GPUs sees those of its node
+        options = ["--device=cpu", *options]
+    if request.kind == "doctor":
+        return [*words, *options]
     has_recipe = not words[0].startswith("-")
     kept = [] if request.recipe == "probe" else [f"--name={request.name}"]
     flag, reads_text = "", read_option("--data", "", request.options) == "text"

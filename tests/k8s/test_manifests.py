@@ -101,7 +101,7 @@ def test_arguments_of_an_edited_file_are_kept(monkeypatch):
     kept = ["--epochs", "90", "--resume=auto", "--runs-dir=/runs", "--data-dir=/data", "--device=cuda"]
     for recipe, gpus, words in (
         ("ddp", None, ["ddp", "--name=mine", *kept]),
-        ("fsdp", 0, ["fsdp", "--name=mine", *kept[:-1]]),
+        ("fsdp", 0, ["fsdp", "--name=mine", *kept[:-1], "--device=cpu"]),
         ("probe", None, ["probe", "--device=cuda"]),
     ):
         documents = rendered(recipe=recipe, gpus=gpus)
@@ -406,7 +406,7 @@ def device_of(pod):
 @pytest.mark.parametrize(
     ("gpus", "options", "expected"),
     [
-        *((None, [], "cuda"), (4, [], "cuda"), (0, [], "auto"), (4, ["--device=cpu"], "cpu")),
+        *((None, [], "cuda"), (4, [], "cuda"), (0, [], "cpu"), (4, ["--device=cpu"], "cpu")),
         (0, ["--device=cuda"], "cuda"),
     ],
 )
@@ -414,6 +414,21 @@ def test_pods_with_gpus_train_on_gpus(kind, gpus, options, expected):
     """Unless the user chooses another device."""
     pods = simulation.pods(kind, rendered(kind, gpus=gpus, options=options))
     assert {device_of(pod) for pod in pods if "args" in one(pod.spec)} == {expected}
+
+
+@pytest.mark.parametrize(("options", "expected"), [([], "cpu"), (["--device=auto"], "auto")])
+def test_the_doctor_of_pods_without_gpus_uses_none(options, expected):
+    """Where NVIDIA's runtime is the default, such pods see all GPUs of their machine."""
+    pods = simulation.pods("doctor", rendered("doctor", gpus=0, options=options))
+    assert {device_of(pod) for pod in pods} == {expected}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("mpijob", "doctor")])
+@pytest.mark.parametrize(("gpus", "expected"), [(None, None), (2, None), (0, "void")])
+def test_a_script_in_pods_without_gpus_sees_none(kind, gpus, expected):
+    """It has no --device."""
+    pods = simulation.pods(kind, rendered(kind, gpus=gpus, script="/data/train.py"))
+    assert {pod.env.get("NVIDIA_VISIBLE_DEVICES") for pod in pods} == {expected}
 
 
 def test_limits_follow_the_number_of_nodes():
