@@ -562,8 +562,8 @@ def test_components_change_every_kind(kind):
     assert check_faults(file, documents) == []
     templates = list(pod_templates(documents))
     on_all, on_nodes = templates, [one for one in templates if not is_launcher(one)]
-    key = "cluster-autoscaler.kubernetes.io/safe-to-evict"
-    assert {template["metadata"]["annotations"][key] for template in on_all} == {"false"}
+    stay = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"}
+    assert all(stay.items() <= template["metadata"]["annotations"].items() for template in on_all)
     assert all(template["spec"]["imagePullSecrets"] == [{"name": "registry"}] for template in on_all)
     assert [template["spec"].get("runtimeClassName") for template in on_nodes] == ["nvidia"]
     key = "kueue.x-k8s.io/podset-preferred-topology"
