@@ -5,7 +5,9 @@
 scripts/launch.sh calls it if STOPPED_STATUS is set. A recipe that receives a stop signal writes a checkpoint and
 ends with status 0 on all nodes, which a Kubernetes Job takes as "done": it would never restart the pod of a
 drained node. This process therefore ends with STOPPED_STATUS, a failure, and the restart resumes from the
-checkpoint. As process 1, it also passes signals on and reaps orphans.
+checkpoint. If this node fails after the end of the run, as when NCCL hangs while ranks disconnect, it ends with 0:
+a restart would wait for nodes that have ended well and do not come back. As process 1, it also passes signals on
+and reaps orphans.
 
 A script has no record. The stopped node therefore writes a file beside the run's folder before it passes the
 signal on; nodes whose ranks then also end know by that file that the script was not complete. (In an elastic job,
@@ -102,6 +104,9 @@ def main(argv: list[str]) -> int:
     if status == 0 and (finished is False or (finished is None and was_stopped)):
         print(f"stopped before its end: status {stopped_status}, so that a restart continues", flush=True)
         return stopped_status
+    if status not in (0, 2) and finished:  # 2 refuses, also a second job while the first one finishes the run
+        print(f"warning: status {status} after the end of the run, which is complete: status 0", flush=True)
+        return 0
     return status
 
 

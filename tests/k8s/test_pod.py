@@ -112,6 +112,31 @@ def test_a_stopped_run_fails_and_a_finished_one_does_not(recipe, tmp_path):
     assert (again.status, again.stdout.splitlines()[-1]) == (0, line), again.stderr
 
 
+@pytest.mark.parametrize(
+    ("what", "status", "expected"),
+    [
+        ("touch $4/mine/result.json", 3, 0),
+        ("touch $4/mine/result.json", 137, 0),
+        ("touch $4/mine/result.json", 2, 2),
+        ("touch $4/mine/result.json", 0, 0),
+        ("touch -d 2020-01-01 $4/mine/result.json", 3, 3),
+        ("", 3, 3),
+        ("rm $4/mine/config.json", 3, 3),
+    ],
+)
+def test_a_node_that_fails_after_the_end_of_its_run_succeeds(tmp_path, monkeypatch, capfd, what, status, expected):
+    """A new pod would wait for the others, which have ended with 0 and do not come back."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/config.json").touch()
+    write_program(tmp_path / "scripts/launch.sh", f"#!/bin/sh\n{what}\nexit {status}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STOPPED_STATUS", "143")
+    assert stopped_status.main(["ddp", "--name=mine", "--runs-dir", str(tmp_path)]) == expected
+    is_warned = f"warning: status {status} after the end of the run" in capfd.readouterr().out
+    assert is_warned is (status != expected)
+
+
 def test_statuses_pass_through(tmp_path):
     env = {"PYTHON": sys.executable}
     words = words_for(tmp_path, "mine", "--global-batch-size", "0")
