@@ -16,7 +16,8 @@ def fabric_environment(**defaults: str) -> tuple[dict[str, str], str]:
     """Return the environment after fabric.sh, and the line in which fabric.sh reports its choice.
 
     `defaults` are for variables that the environment does not set, such as FABRIC. Raises UserError if fabric.sh
-    refuses, subprocess.TimeoutExpired if a device or a name look-up does not answer.
+    refuses (is_passing if another start may succeed), subprocess.TimeoutExpired if a device or a name look-up does
+    not answer.
     """
     done = subprocess.run(
         ["bash", "-c", "source scripts/launch/fabric.sh >&2 && env -0"],
@@ -28,5 +29,6 @@ def fabric_environment(**defaults: str) -> tuple[dict[str, str], str]:
         timeout=TIMEOUT_S,
     )
     if done.returncode:
-        raise UserError(" ".join(done.stderr.split()).removeprefix("error: "), on_every_node=True)
+        said = " ".join(done.stderr.split()).removeprefix("error: ")
+        raise UserError(said, on_every_node=True, is_passing=done.returncode == 1)
     return dict(item.split("=", 1) for item in done.stdout.split("\0") if "=" in item), done.stderr

@@ -13,7 +13,8 @@
 #
 # A pod's /sys shows the machine's devices although it may not open them. A fabric can be used where a port is active,
 # its uverbs device opens, and NCCL finds its library: libibverbs.so.1 (rdma-core), for EFA the plugin aws-ofi-nccl
-# (libnccl-net*.so). Without them, NCCL would silently use TCP; FABRIC=ib, roce or efa is then refused.
+# (libnccl-net*.so). Without them, NCCL would silently use TCP; FABRIC=ib, roce or efa is then an error: of status 1 for a
+# port or a device, which another node may have, else of status 2.
 #
 # site.env in this folder (SITE_ENV names another file) holds what a site needs beyond that, NAME=value a line:
 # docs/site.md has examples. Its FABRIC takes the place of auto.
@@ -108,7 +109,7 @@ read_site() {
         if [[ $name == FABRIC ]]; then
             if [[ ${FABRIC:-auto} == auto ]]; then
                 export FABRIC=${line#*=}
-                remedy="change it in $file, or set FABRIC=tcp" # auto would be replaced again
+                remedy="change it in $file, or $remedy"
             fi
         else
             fabric_set "$name" "${line#*=}"
@@ -139,7 +140,7 @@ fabric_set() {
 
 set_fabric() {
     local fabric reason="FABRIC" interface cores device others="" fabric_said="" found
-    local remedy="FABRIC=auto uses what is available"
+    local remedy="set FABRIC=tcp on all nodes" # with auto, other nodes would still use the fabric
     read_site || return 2
     fabric=${FABRIC:-auto}
     case $fabric in
@@ -151,6 +152,7 @@ set_fabric() {
         if [[ $found == tcp* ]]; then
             echo "error: $(uname -n): FABRIC=$fabric cannot be used: ${found#tcp }; $remedy" >&2
             return 2
+            if [[ $found =~ (is active|does not open)$ ]]; then return 1; fi # the next start may be on another node
         fi
         ;;
     tcp) ;;
@@ -187,4 +189,4 @@ set_fabric() {
     echo "$(uname -n): fabric $fabric ($reason), ${MASTER_ADDR:-127.0.0.1} by $interface:$fabric_said"
 }
 
-set_fabric || exit # 2 is a refusal, 1 a node 0 that did not come
+set_fabric || exit # 2 is a refusal; 1 a node 0 that did not come, or a fault that another node may not have

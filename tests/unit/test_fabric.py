@@ -172,13 +172,15 @@ def test_a_fabric_that_cannot_be_used_is_not_taken(tmp_path, fabric, fault):
     assert (status, variables["NCCL_IB_DISABLE"]) == (0, "1")
     assert f"fabric tcp ({reason}" in line
     status, line, _ = source(fabric, tmp_path)
-    assert (status, len(line.splitlines())) == (2, 1)
+    # A start on another node may find a port and a device. The image's libraries are the same there.
+    assert (status, len(line.splitlines())) == (2 if "libraries" in fault else 1, 1)
     assert f"FABRIC={fabric} cannot be used: {reason}" in line
 
 
 @pytest.mark.parametrize("has_library", [True, False])
 def test_a_library_is_looked_for_without_ld_library_path_too(tmp_path, has_library):
     plug_in(tmp_path, "a", "InfiniBand")
+    assert line.endswith("; set FABRIC=tcp on all nodes\n")
     ldconfig = tmp_path / "bin/ldconfig"
     ldconfig.unlink()
     write_program(ldconfig, f"printf '\\t%s\\n' {'libibverbs.so.1' if has_library else 'libc.so.6'}")
@@ -229,8 +231,8 @@ def test_the_remedy_for_a_fabric_of_the_sites_file_names_the_file(tmp_path):
     site.write_text("FABRIC=ib\n")
     status, line, _ = source("auto", tmp_path, SITE_ENV=str(site))
     assert (status, len(line.splitlines())) == (2, 1)
-    assert line.endswith(f"no ib device; change it in {site}, or set FABRIC=tcp\n")
-    assert source("ib", tmp_path, SITE_ENV=str(site))[1].endswith("; FABRIC=auto uses what is available\n")
+    assert line.endswith(f"no ib device; change it in {site}, or set FABRIC=tcp on all nodes\n")
+    assert source("ib", tmp_path, SITE_ENV=str(site))[1].endswith("no ib device; set FABRIC=tcp on all nodes\n")
     assert source("tcp", tmp_path, SITE_ENV=str(site))[0] == 0
 
 
