@@ -18,7 +18,7 @@ from scripts.launch.command import ROOT, temporary_folder
 from scripts.launch.fabric import fabric_environment
 from scripts.launch.processes import Ended, rank_environment, run_side_by_side
 
-SET_BY_FABRIC = ("NCCL_", "GLOO_", "FI_", "OMP_")
+SET_BY_FABRIC = ("FABRIC", "NCCL_", "GLOO_", "FI_", "OMP_")
 
 
 def fabric_variables() -> dict[str, str]:
@@ -32,7 +32,7 @@ def fabric_variables() -> dict[str, str]:
     if is_one_machine and not is_asked_for:
         return {}
     variables, _ = fabric_environment(RDZV_TIMEOUT_S="5", FABRIC="auto")
-    return {name: value for name, value in variables.items() if name == "FABRIC" or name.startswith(SET_BY_FABRIC)}
+    return {name: value for name, value in variables.items() if name.startswith(SET_BY_FABRIC)}
 
 
 def run_ranks(this_node: Node, interface: str, device: str, timeout_s: float) -> dict[str, Any]:

@@ -355,6 +355,18 @@ def gpu_health(case: Case) -> Findings:
             yield case.warning(rank, what, "see nvidia-smi for the processes that hold it")
 
 
+def fabrics(case: Case) -> Findings:
+    """Report nodes with GPUs on which fabric.sh has chosen another network for NCCL than on most."""
+    found = {rank: case.ranks[rank].get("fabric", {}).get("FABRIC_USED") for rank in sorted(case.ranks)}
+    used = {rank: text for rank, text in found.items() if text and case.fact(rank, "gpus")}
+    _, most, others = outliers({rank: text.split()[0] for rank, text in used.items()})
+    for ranks in others.values():
+        usual = f"and {used[most[0]]} on {case.names(most)}"
+        what = f"NCCL would use {used[ranks[0]]} on {case.names(ranks)}, {usual}, and cannot connect the two"
+        fix = "fix the node that lacks the others' network, or leave it out; or set one FABRIC on all, such as tcp"
+        yield case.error(ranks, what, fix)
+
+
 def collectives(case: Case) -> Findings:
     """Report ranks that were not started or did not finish."""
     stuck: dict[tuple[str, str], list[int]] = {}
@@ -440,7 +452,7 @@ def bandwidth(case: Case) -> Findings:
 RULES: tuple[Callable[[Case], Findings], ...] = (
     *(attendance, node_errors, names, links_up, ports, clocks, limits, disks, shared_folder, versions),
     *(torch_works, gpus_visible, gpu_health, floors.kernel_log, floors.gpu_floors),
-    *(collectives, sums, floors.transport, floors.rails, bandwidth),
+    *(fabrics, collectives, sums, floors.transport, floors.rails, bandwidth),
 )
 """Rules on nodes, on GPUs, and on the ranks of the doctor's own job."""
 

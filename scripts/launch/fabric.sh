@@ -21,7 +21,8 @@
 #
 # RDZV_TIMEOUT_S (or the shell's name_timeout_s) limits the wait for MASTER_ADDR to become a known name. On every fabric,
 # gloo and NCCL's sockets use the interface that reaches MASTER_ADDR, and OMP_NUM_THREADS is a process's share of the cores
-# that the node may use (scripts/launch/cores.py). A variable that is already set is kept. A line says what was chosen.
+# that the node may use (scripts/launch/cores.py). A variable that is already set is kept. A line says what was chosen, and so
+# does FABRIC_USED, which ranks on GPUs compare before they use NCCL (recipes/common/world/devices.py).
 
 fabric_devices() {
     local device
@@ -151,8 +152,8 @@ set_fabric() {
         found=$(find_fabric "$fabric")
         if [[ $found == tcp* ]]; then
             echo "error: $(uname -n): FABRIC=$fabric cannot be used: ${found#tcp }; $remedy" >&2
-            return 2
             if [[ $found =~ (is active|does not open)$ ]]; then return 1; fi # the next start may be on another node
+            return 2
         fi
         ;;
     tcp) ;;
@@ -163,6 +164,13 @@ set_fabric() {
     esac
     interface=$(RDZV_TIMEOUT_S=${RDZV_TIMEOUT_S:-${name_timeout_s:-0}} \
         "${PYTHON:-scripts/dev/python.sh}" -m scripts.launch.interface "${MASTER_ADDR:-127.0.0.1}") || return
+    # Never kept: an outer shell's may be another job's. Empty, and not compared, if the user names NCCL's network.
+    export FABRIC_USED="$fabric ($reason)"
+    if [[ -n ${NCCL_NET:-} ]]; then
+        FABRIC_USED=""
+    elif [[ $fabric =~ ^(ib|roce)$ && ${NCCL_IB_DISABLE:-0} != 0 ]]; then
+        FABRIC_USED="tcp (NCCL_IB_DISABLE)"
+    fi
     case $fabric in
     ib | roce) # NCCL would take all devices
         for device in $(fabric_devices); do

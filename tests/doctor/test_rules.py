@@ -127,6 +127,13 @@ def set_gpu(name, value):
     return lambda case: case.facts[1]["gpus"][0].update({name: value})
 
 
+def choose_networks(case):
+    for rank, found in case.ranks.items():
+        found["fabric"] = {"FABRIC": "auto", "FABRIC_USED": "ib (mlx5_0)"}
+        if rank == 1:
+            found["fabric"]["FABRIC_USED"] = "tcp (no port of mlx5_0 is active)"
+
+
 def see_no_gpus(visible):
     """Return a fault: torch sees no GPU on node 1, where CUDA_VISIBLE_DEVICES is `visible`."""
     own = {"torch": {"devices": facts(1)["torch"]["devices"]}, "variables": {"CUDA_VISIBLE_DEVICES": visible}}
@@ -195,6 +202,8 @@ FAULTS = {
 }  # fmt: skip
 
 GPU_FAULTS = {
+    "fabrics": (choose_networks,
+        "NCCL would use tcp (no port of mlx5_0 is active) on node 1 (n1), and ib (mlx5_0) on node 0 (n0), node"),
     "gpu_health, ecc": (set_gpu("ecc.errors.uncorrected.volatile.total", "3"),
         "node 1 (n1): GPU 0 (NVIDIA H100) has 3 uncorrected ECC errors; reset it or replace it"),
     "gpu_health, lost": (set_gpu("memory.used", "[Unknown Error]"),

@@ -672,6 +672,18 @@ def test_components_give_pods_their_fabric(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_components_give_pods_their_devices_in_any_order(kind):
+    """The components gpus and cpu-only replace the resources to which the others add."""
+    need_kubectl()
+    devices = {"rdma": "rdma/rdma_shared_device_a", "efa": "vpc.amazonaws.com/efa"}
+    for names in (["rdma", "gpus"], ["gpus", "rdma"], ["efa", "cpu-only"]):
+        worker = simulation.pods(kind, rendered(kind, components=names))[-1]
+        limits = one(worker.spec)["resources"]["limits"]
+        assert [device in limits for name, device in devices.items() if name in names] == [True]
+        assert limits.get(GPU) == (8 if "gpus" in names else None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_components_of_a_small_cluster(kind):
     documents = build(f"{kind}.yaml", "cpu-only", "one-machine")
     assert check_faults(f"{kind}.yaml", documents) == []
@@ -686,18 +698,6 @@ def test_the_components_of_a_small_cluster(kind):
 def test_the_folder_of_the_readme_builds(tmp_path):
     """The kustomization that k8s/README.md shows, beside a checkout."""
     (tmp_path / "cluster-recipes").symlink_to(ROOT)
-@pytest.mark.parametrize("kind", KINDS)
-def test_components_give_pods_their_devices_in_any_order(kind):
-    """The components gpus and cpu-only replace the resources to which the others add."""
-    need_kubectl()
-    devices = {"rdma": "rdma/rdma_shared_device_a", "efa": "vpc.amazonaws.com/efa"}
-    for names in (["rdma", "gpus"], ["gpus", "rdma"], ["efa", "cpu-only"]):
-        worker = simulation.pods(kind, rendered(kind, components=names))[-1]
-        limits = one(worker.spec)["resources"]["limits"]
-        assert [device in limits for name, device in devices.items() if name in names] == [True]
-        assert limits.get(GPU) == (8 if "gpus" in names else None)
-
-
     (tmp_path / "mine").mkdir()
     blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "k8s" / "README.md").read_text(), re.DOTALL)
     (text,) = (block for block in blocks if "kind: Kustomization" in block)

@@ -73,6 +73,51 @@ def test_a_node_without_a_gpu_among_others_that_have_one(tmp_path, recipe):
     assert line.endswith("make GPUs visible on every node, or use --device cpu on all")
 
 
+def choose_networks(*networks):
+    """Let ranks have a GPU each, and nodes of these networks, as fabric.sh has found them."""
+    see_gpus(1)
+    os.environ["FABRIC_USED"] = networks[my_rank()]
+
+
+MIXED = ("ib (mlx5_0)", "tcp (no port of mlx5_0 is active)")
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "pipeline", "probe"])
+def test_a_node_whose_network_is_another_one(tmp_path, recipe):
+    """NCCL would wait in its first call, and would say why only in a log that it does not write."""
+    setup = functools.partial(choose_networks, *MIXED)
+    ended = Ranks(recipe, ["--timeout-s", "20"], 2, tmp_path, nodes=2, setup=setup).wait()
+    assert ended.statuses == [1, 1], "on other nodes, the next start may succeed"
+    (line,) = ended.errors
+    what = r"rank 0 on \S+ over ib \(mlx5_0\), rank 1 on \S+ over tcp \(no port of mlx5_0 is active\); fix "
+    assert re.match(f"error: nodes use different networks, which NCCL cannot connect: {what}", line)
+
+
+@pytest.mark.parametrize(
+    ("network", "others"),
+    [
+        ("ib (mlx5_0)", {"cuda over ib": "rank 1 on n2 over ib (mlx5_3)"}),
+        ("tcp (FABRIC)", {"cuda": "rank 1 on n2"}),
+        ("", {"cuda over ib": "rank 1 on n2 over ib (mlx5_0)", "cuda over tcp": "rank 2 on n3 over tcp (FABRIC)"}),
+        ("gIB", {"cuda over roce": "rank 1 on n2 over roce (mlx5_0)"}),
+    ],
+)
+def test_networks_are_compared_only_if_all_are_known(monkeypatch, network, others):
+    """Ranks that torchrun has started by itself do not know theirs."""
+    monkeypatch.setattr(devices, "start_gpu", lambda device: None)
+    monkeypatch.setenv("FABRIC_USED", network)
+    gpu = torch.device("cuda", 0)
+    assert devices.agree_on_device(lambda: gpu, 0, lambda kind, text: {**others, kind: text}) == gpu
+
+
+def test_cpus_use_no_fabric(monkeypatch):
+    """Gloo uses the interface that reaches MASTER_ADDR."""
+    monkeypatch.setenv("FABRIC_USED", "ib (mlx5_0)")
+    sent = []
+    devices.agree_on_device(lambda: torch.device("cpu"), 0, lambda *own: sent.append(own) or dict([own]))
+    assert [kind for kind, _ in sent] == ["cpu"]
+
+
 @pytest.mark.parametrize("recipe", ["ddp", "pipeline", "probe"])
 def test_fewer_gpus_than_processes(tmp_path, recipe):
     """A job that could use GPUs does not train on CPUs unless asked to."""

@@ -25,10 +25,16 @@ NAMES = (*LIBRARIES, "SLURM_", "OMPI_", "FABRIC", "CPU_REQUEST", "NPROC_PER_NODE
 
 
 def source(fabric, sysfs="/nowhere", **env):
-    """Source fabric.sh as launch.sh does; return its status, its line, and the variables that it leaves.
+    """Source fabric.sh as launch.sh does; return its status, its line, and the libraries' variables.
 
     A variable that is None is not set.
     """
+    status, line, found = source_for_all(fabric, sysfs, **env)
+    return status, line, {name: value for name, value in found.items() if name.startswith(LIBRARIES)}
+
+
+def source_for_all(fabric, sysfs="/nowhere", **env):
+    """Return the status, the line and all variables, as source()."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(NAMES)}
     clean |= {"PYTHON": sys.executable, "FABRIC": fabric, "SYSFS": str(sysfs), "DEVFS": f"{sysfs}/dev"}
     clean |= {"LD_LIBRARY_PATH": f"{sysfs}/lib", "PATH": f"{sysfs}/bin:{os.environ['PATH']}", **env}
@@ -36,8 +42,7 @@ def source(fabric, sysfs="/nowhere", **env):
     command = ["bash", "-c", "set -euo pipefail; source scripts/launch/fabric.sh; env --null >&2"]
     result = subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, timeout=30)
     found = dict(item.split("=", 1) for item in result.stderr.split("\0") if "=" in item)
-    variables = {name: value for name, value in found.items() if name.startswith(LIBRARIES)}
-    return result.returncode, result.stdout + (result.stderr if result.returncode else ""), variables
+    return result.returncode, result.stdout + (result.stderr if result.returncode else ""), found
 
 
 def plug_in(sysfs, name, link_layer, driver="mlx5_core", state="4: ACTIVE"):
@@ -175,12 +180,12 @@ def test_a_fabric_that_cannot_be_used_is_not_taken(tmp_path, fabric, fault):
     # A start on another node may find a port and a device. The image's libraries are the same there.
     assert (status, len(line.splitlines())) == (2 if "libraries" in fault else 1, 1)
     assert f"FABRIC={fabric} cannot be used: {reason}" in line
+    assert line.endswith("; set FABRIC=tcp on all nodes\n")
 
 
 @pytest.mark.parametrize("has_library", [True, False])
 def test_a_library_is_looked_for_without_ld_library_path_too(tmp_path, has_library):
     plug_in(tmp_path, "a", "InfiniBand")
-    assert line.endswith("; set FABRIC=tcp on all nodes\n")
     ldconfig = tmp_path / "bin/ldconfig"
     ldconfig.unlink()
     write_program(ldconfig, f"printf '\\t%s\\n' {'libibverbs.so.1' if has_library else 'libc.so.6'}")
@@ -236,6 +241,39 @@ def test_the_remedy_for_a_fabric_of_the_sites_file_names_the_file(tmp_path):
     assert source("tcp", tmp_path, SITE_ENV=str(site))[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("fabric", "state", "own", "used"),
+    [
+        ("auto", "4: ACTIVE", {}, "ib (a)"),
+        ("auto", "1: DOWN", {}, "tcp (no port of a is active)"),
+        ("ib", "4: ACTIVE", {}, "ib (FABRIC)"),
+        ("tcp", "4: ACTIVE", {}, "tcp (FABRIC)"),
+        ("auto", "4: ACTIVE", {"NCCL_IB_DISABLE": "1"}, "tcp (NCCL_IB_DISABLE)"),
+        ("auto", "4: ACTIVE", {"NCCL_IB_DISABLE": "0"}, "ib (a)"),
+        ("auto", "1: DOWN", {"NCCL_NET": "Socket"}, ""),
+    ],
+)
+def test_ranks_learn_what_was_chosen(tmp_path, fabric, state, own, used):
+    """They compare it (recipes/common/world/devices.py). That of an outer shell is never kept."""
+    plug_in(tmp_path, "a", "InfiniBand", state=state)
+    for outer in ({}, {"FABRIC_USED": "efa (rdmap79s0)"}):
+        status, _, found = source_for_all(fabric, tmp_path, **own, **outer)
+        assert (status, found["FABRIC_USED"]) == (0, used)
+
+
+def test_a_fault_that_another_node_may_not_have_is_no_refusal(tmp_path, monkeypatch):
+    """Also where fabric.sh is not sourced by a shell, as under mpirun and in the doctor."""
+    monkeypatch.setenv("SYSFS", str(tmp_path))
+    monkeypatch.setenv("FABRIC", "roce")
+    with pytest.raises(UserError, match="FABRIC=roce cannot be used: no roce device") as caught:
+        fabric_environment()
+    assert caught.value.status == 2
+    plug_in(tmp_path, "a", "Ethernet", state="1: DOWN")
+    with pytest.raises(UserError, match="FABRIC=roce cannot be used: no port of a is active") as caught:
+        fabric_environment()
+    assert caught.value.status == 1
+
+
 def test_the_sites_fabric_reaches_the_ranks(tmp_path, monkeypatch):
     """The ranks compare it with the network that NCCL reports (recipes/common/world/transport.py)."""
     (tmp_path / "site.env").write_text("FABRIC=tcp\n")
@@ -258,6 +296,7 @@ def test_the_doctors_job_between_machines_has_the_settings_of_training(tmp_path,
     monkeypatch.setenv("MASTER_ADDR", "0.0.0.0")
     found = fabric_variables()
     assert (found["FABRIC"], found["NCCL_IB_DISABLE"]) == ("auto", "1")
+    assert found["FABRIC_USED"] == "tcp (no RDMA device)"
     assert found["NCCL_SOCKET_IFNAME"] == f"={found['GLOO_SOCKET_IFNAME']}" == f"={interface_to('0.0.0.0')}"
 
 

@@ -1,7 +1,8 @@
-"""Which devices the processes of a job work on: all ranks use GPUs, or all use CPUs."""
+"""Which devices the processes of a job work on: all ranks use GPUs, on nodes of one network, or all use CPUs."""
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Mapping
 
@@ -10,6 +11,10 @@ import torch
 from recipes.common.arguments import read_number
 from recipes.common.errors import UserError
 from recipes.common.process.ranks import HAVE_MET, Ranks
+
+NETWORKS = ("ib", "roce", "efa", "tcp")
+KINDS = ("error", "cpu", "cuda", *(f"cuda over {network}" for network in NETWORKS))
+"""What ranks send each other: an error, or the kind of device, of a GPU also its node's network if it is known."""
 
 Exchange = Callable[[str, str], Mapping[str, str]]
 """Sends a kind and a text to all ranks; returns, for each kind that any rank sent, the text of one such rank."""
@@ -77,22 +82,31 @@ def start_gpu(device: torch.device) -> None:
 def agree_on_device(choose: Callable[[], torch.device], rank: int, exchange: Exchange) -> torch.device:
     """Return this rank's device once all ranks have chosen the same kind; call it on all ranks.
 
-    A GPU is its process's current device then. Raises UserError on all ranks if one of them cannot use its GPU, or
-    some have GPUs and some have none.
+    A GPU is its process's current device then. Raises UserError on all ranks if one of them cannot use its GPU, if
+    some have GPUs and some have none, or if their nodes use different networks.
     """
     here = f"rank {rank} on {socket.gethostname()}"
     try:
         device = choose()
+        kind, text = device.type, here
         if device.type == "cuda":
             start_gpu(device)
-        kind, text = device.type, here
+            # What scripts/launch/fabric.sh has chosen, such as "tcp (no port of mlx5_0 is active)".
+            used = os.environ.get("FABRIC_USED", "")
+            if (network := used.partition(" ")[0]) in NETWORKS:
+                kind, text = f"cuda over {network}", f"{here} over {used}"
     except UserError as error:
         kind, text = "error", str(error)
     found = exchange(kind, text)
     HAVE_MET.set()
     if "error" in found:
         raise UserError(found["error"])
-    if len(found) > 1:
-        what = f"{found['cuda']} has a GPU, {found['cpu']} has none or does not use it"
+    gpus = [found[kind] for kind in found if kind != "cpu"]
+    if gpus and "cpu" in found:
+        what = f"{gpus[0]} has a GPU, {found['cpu']} has none or does not use it"
         raise UserError(f"{what}; make GPUs visible on every node, or use --device cpu on all")
+    if len(gpus) > 1 and "cuda" not in found:
+        what = f"nodes use different networks, which NCCL cannot connect: {', '.join(gpus)}"
+        fix = "fix the node that lacks the others' network, or leave it out; or set one FABRIC on all, such as tcp"
+        raise UserError(f"{what}; {fix}", is_passing=True)
     return device

@@ -30,7 +30,7 @@ from recipes.common.process.signals import Stop
 from recipes.common.watch.notes import find_missing
 from recipes.common.watch.timeouts import HANG_STATUS, group_timeout, time_limit, wait_timeout
 from recipes.common.watch.watch import Watch
-from recipes.common.world.devices import agree_on_device, choose_device
+from recipes.common.world.devices import KINDS, agree_on_device, choose_device
 from recipes.common.world.peers import Peers, broadcast_bytes
 from recipes.common.world.places import Place
 
@@ -325,7 +325,7 @@ def _exchange_kinds(store: dist.Store, ranks: Ranks, kind: str, text: str) -> di
             raise
         numbers = [int(key.removeprefix("rank/")) for key in missing]
         raise missing_ranks_error(ranks, numbers, cast(Any, store).timeout.total_seconds()) from None
-    kinds = [name for name in ("cpu", "cuda", "error") if store.check([f"kind/{name}"])]
+    kinds = [name for name in KINDS if store.check([f"kind/{name}"])]
     found = {name: store.get(f"kind/{name}").decode() for name in kinds}
     if store.add("read", 1) == ranks.world_size:
         store.set("all read", "")
