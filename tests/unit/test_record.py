@@ -307,6 +307,30 @@ class TestRecord:
         for write in write_all(newer, 9):
             write()
 
+    def test_a_job_that_takes_over_loses_no_step_that_the_older_one_saved_meanwhile(self, tmp_path):
+        """Between the newer job's read and its begin, all ranks restore the checkpoint, which may take minutes."""
+
+        def save(record, step):
+            self.log(record, step)
+            self.write_checkpoint(record, step)
+
+        older, _ = self.open(tmp_path, "--name", "a")
+        save(older, 10)
+        args = options(["--runs-dir", str(tmp_path), "--no-tensorboard", "--name", "a", "--resume", "auto"])
+        newer, content = open_run(args, "single", [Place("a", "CPU, 1 thread a process")])
+        save(older, 20)
+        said = r"older job wrote .*-000000020\.pt while this one started, and stops now; start this one again$"
+        with pytest.raises(UserError, match=said) as caught:
+            newer.begin(content["position"]["step"], total_steps=100, is_complete=False)
+        assert caught.value.status == 1
+        with pytest.raises(UserError, match="another job has taken over the run"):
+            save(older, 30)
+        again, content = self.open(tmp_path, "--name", "a", "--resume", "auto")
+        assert content["position"]["step"] == 20
+        save(again, 30)
+        lines = [json.loads(line) for line in (again.folder / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [10, 20, 30]
+
     def test_who_owns_a_run_is_read_again_only_if_its_file_has_changed(self, tmp_path, monkeypatch):
         """Of 1,024 hosts and 50 launches, config.json has megabytes, and each logged step asks."""
         record, _ = self.open(tmp_path, "--name", "a")

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 from recipes.common.arguments import option_text
 from recipes.common.checkpoint.checkpoint import HAS_CHECKPOINTS, CheckpointFolder
 from recipes.common.errors import UserError, as_user_error, may_pass
-from recipes.common.folders import names_in, replace_text
+from recipes.common.folders import names_in, refresh_names, replace_text
 from recipes.common.options import Options
 from recipes.common.record.progress import Progress
 from recipes.common.record.provenance import hardware, revision, versions
@@ -157,8 +157,8 @@ class Record:
         checkpoint: it deletes the record that this run replaces. `step` is the step of the checkpoint (0: none),
         and `total_steps` the number of steps that this launch's options ask for.
 
-        Raises UserError if `step` is beyond `total_steps`, another run's checkpoint leaves no step to train, or
-        the record cannot be read or written.
+        Raises UserError if `step` is beyond `total_steps`, another run's checkpoint leaves no step to train,
+        another job has written a checkpoint meanwhile, or the record cannot be read or written.
         """
         config: dict[str, Any] = {}
         kept: list[dict[str, Any]] = []
@@ -232,6 +232,17 @@ class Record:
             who = f"{last.get('host')} (pid {last.get('pid')}) at {last['time']}"
             raise UserError(f"another job has taken over the run {self.folder}, on {who}; {fix}")
 
+    def _check_newest(self, step: int) -> None:
+        """Raise UserError if an older job has written a checkpoint since this launch has read the newest one.
+
+        The older job stops, as this launch owns the run by now. If this launch went on from its step, it would
+        remove its own checkpoints, and the next launch would resume from the older job's.
+        """
+        refresh_names(self.checkpoints.folder)
+        if (paths := self.checkpoints.paths()) and paths[0].name > f"step-{step:09d}.pt":
+            what = f"an older job wrote {paths[0]} while this one started, and stops now"
+            raise UserError(f"{what}; start this one again", is_passing=True)
+
     def _write_launch(self, config: dict[str, Any], step: int, kept: list[dict[str, Any]]) -> None:
         own = {
             "recipe": self.recipe,
@@ -257,6 +268,7 @@ class Record:
         config = {**own, **config, "launches": [*config.get("launches", []), launch]}
         self._written = json.dumps(config, indent=2) + "\n"
         replace_text(self._config, self._written, flush=True)
+        self._check_newest(step)
         replace_text(self._metrics, "".join(map(_json, kept)), flush=True)
         if self.args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # only rank 0 pays for this import
