@@ -19,7 +19,7 @@ from recipes.common.data import EVAL_BATCH_SIZE, Data
 from recipes.common.data.splits import Split
 from recipes.common.errors import UserError
 from recipes.common.metrics import Throughput, peak_memory_bytes
-from recipes.common.nonfinite import Guard
+from recipes.common.nonfinite import Guard, finite_buffers
 from recipes.common.optim import optimizer_state
 from recipes.common.options import Options
 from recipes.common.process.signals import Stop, vote_interval
@@ -83,6 +83,8 @@ class Job:
     """An epoch, and the order of its samples: an evaluation within the epoch does not draw it again."""
     _next_vote: int = 0
     _last_vote: tuple[int, float] = (0, 0.0)
+    _finite_buffers: set[str] = field(default_factory=set)
+    """On rank 0, the buffers that were finite before the training: see Guard.is_sound()."""
     _pass_ends: list[torch.cuda.Event] = field(default_factory=list)
     """On a GPU, the ends of the last two passes."""
 
@@ -177,6 +179,7 @@ class Job:
     def begin_record(self) -> None:
         """Begin this launch's record (Record.begin()); call it once all ranks have restored the checkpoint."""
         if self.record:
+            self._finite_buffers = self._find_finite_buffers()
             self.record.begin(self.position.step, self.total_steps, self.is_complete)
 
     def save(self, is_best: bool = False, state: dict[str, Any] | None = None) -> None:
@@ -195,7 +198,10 @@ class Job:
             weights = [local_tensor(parameter) for parameter in self.model.parameters()]
         else:
             weights = [state["model"][name] for name, _ in self.model.named_parameters()]
-        is_sound = self.guard.is_sound(self.position.step, weights)
+        # Rank 0's buffers are saved, and given to the other ranks before an evaluation.
+        saved_buffers = self._finite_buffers & state["model"].keys()
+        lost_buffers = sorted(saved_buffers - self._find_finite_buffers()) if saved_buffers else []
+        is_sound = self.guard.is_sound(self.position.step, weights, lost_buffers)
         if not is_sound and not is_sharded:
             return
         content = pack(
@@ -217,6 +223,9 @@ class Job:
             content["parts"] = own["parts"] if is_sound else self.stop.error
         with self.peers.watch("checkpoint", computes=True):
             self.writer.begin(content, is_best, copies=self.trains_during_save)
+
+    def _find_finite_buffers(self) -> set[str]:
+        return finite_buffers((name, local_tensor(buffer)) for name, buffer in self.model.named_buffers())
 
     @property
     def trains_during_save(self) -> bool:

@@ -5,11 +5,14 @@ So all ranks decide alike without another exchange.
 
 Reading all gradients once more takes several percent of a step on a CPU. For `stop`, the first layer's gradients
 are enough: backward reaches this layer last, through all others. A non-finite gradient in another layer alone
-corrupts the weights, and with them the next step's loss; and corrupt weights are never saved (job.py).
+corrupts the weights, and with them the next step's loss; and corrupt weights are never saved (job.py). Nor are
+corrupt buffers: if activations overflow, batch norm's running statistics do, too, although a loss scaler skips the
+step.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -24,10 +27,26 @@ from recipes.common.watch.report import name_ranks
 MIN_LOSS_SCALE = 1.0
 """Below this loss scale, even unscaled gradients overflow: from 2^16, 17 bad steps in a row lead there."""
 
+FIX = "lower --lr, set --clip-grad-norm, or see docs/failures.md; --resume auto uses the last checkpoint"
+
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """Return the norm of all gradients; torch 2.11 cannot compute it if one of them is sparse."""
     return nn.utils.get_total_norm([each.coalesce().values() if each.is_sparse else each for each in gradients])
+
+
+def are_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Return for each tensor whether all of its values are finite: a tensor of bools."""
+    parts = (torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors)
+    sums = [part.sum(dtype=torch.float32) for part in parts]  # not of squares, which overflow earlier
+    return torch.isfinite(torch.stack([value.to(sums[0].device) for value in sums]))  # to read the GPU once
+
+
+def finite_buffers(buffers: Iterable[tuple[str, Tensor]]) -> set[str]:
+    """Return the names of floating-point buffers whose values are all finite; a mask's may not be."""
+    plain = {name: own for name, own in buffers if type(own) is Tensor and own.layout is torch.strided}
+    own = {name: buffer for name, buffer in plain.items() if buffer.is_floating_point()}
+    return set(itertools.compress(own, are_finite(own.values()).tolist())) if own else set()
 
 
 class NonFiniteError(UserError):
@@ -96,17 +115,20 @@ class Guard:
         if (scale := self.scaler.get_scale()) < MIN_LOSS_SCALE:  # it is 1 if the scaler is disabled
             self.fail(step, False, f"the loss scale has collapsed to {scale:.2g}, so steps change nothing")
 
-    def is_sound(self, step: int, weights: Iterable[Tensor]) -> bool:
-        """Return whether the weights after a step may be saved; if not, the error becomes this rank's vote."""
+    def is_sound(self, step: int, weights: Iterable[Tensor], lost_buffers: Sequence[str] = ()) -> bool:
+        """Return whether the state after a step may be saved; if not, the error becomes this rank's vote.
+
+        `lost_buffers` are the names of those that were finite before the training and are not now.
+        """
         if isinstance(self.stop.error, NonFiniteError):
             return False
-        parts = (torch.view_as_real(weight) if weight.is_complex() else weight for weight in weights)
-        sums = [part.sum(dtype=torch.float32) for part in parts]  # not of squares, which overflow earlier
-        stacked = torch.stack([value.to(sums[0].device) for value in sums])  # to read the GPU once
-        if not torch.isfinite(stacked).all():
+        if not are_finite(weights).all():
             self.fail(step, False, "it has corrupted the weights, which are not saved")
             return False
-        return True
+        if lost_buffers:
+            what = f"the buffer {lost_buffers[0]} is not finite after step {step}, and is not saved"
+            self.stop.fail(UserError(f"{what}: {FIX}", is_passing=True))
+        return not lost_buffers
 
     def check_loss(self, step: int, loss: float) -> None:
         """Fail if the global batch's loss is not finite: a loss scaler skips such gradients without this check."""
@@ -115,5 +137,4 @@ class Guard:
 
     def fail(self, step: int, is_loss: bool, hint: str) -> None:
         """Make this step's error the rank's vote."""
-        fix = "lower --lr, set --clip-grad-norm, or see docs/failures.md; --resume auto uses the last checkpoint"
-        self.stop.fail(NonFiniteError(step, is_loss, f"{hint}: {fix}"))
+        self.stop.fail(NonFiniteError(step, is_loss, f"{hint}: {FIX}"))

@@ -140,7 +140,7 @@ def limit_files(rank, size):
 def spoil_weights(rank):
     """Make the check of a rank's weights fail at the second checkpoint."""
 
-    def is_sound(self, step, weights):
+    def is_sound(self, step, weights, lost_buffers):
         if step == 6:
             self.fail(step, False, "it has corrupted the weights, which are not saved")
         return step < 6

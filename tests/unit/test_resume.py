@@ -665,6 +665,36 @@ def test_a_skipped_step_leaves_the_statistics_of_batch_norm_as_they_were(tmp_pat
     assert all(np.isfinite(line["test_loss"]) for line in metrics(tmp_path / "a") if "test_loss" in line)
 
 
+def overflowing_digits():
+    """Return 64 training samples, one of which overflows in fp16 behind a layer."""
+    data = spoilt_digits()
+    images = data["train"][0]
+    return {**data, "train": (images.nan_to_num(1.0).index_fill(0, torch.tensor([NAN_AT]), 1e6), data["train"][1])}
+
+
+def masked(data):
+    """Return a model with batch norm behind a layer, and a mask whose infinities are on purpose."""
+    layers = (torch.nn.Linear(64, 32), torch.nn.BatchNorm1d(32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+    model = torch.nn.Sequential(torch.nn.Flatten(), *layers)
+    model.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+    return model
+
+
+def test_buffers_that_overflow_are_not_saved(tmp_path, single):
+    """The scaler skips the step, so that weights stay finite; batch norm's running statistics do not."""
+    here = "tests.unit.test_resume"
+    argv = ("--data", f"{here}:overflowing_digits", "--model", f"{here}:masked", "--amp", "fp16")
+    argv = (*argv, "--global-batch-size", "8", "--log-every", "9", "--epochs", "1", "--device", "cpu")
+    said = r"^the buffer 2\.running_mean is not finite after step 8, and is not saved: lower --lr, .*--resume auto"
+    with pytest.raises(UserError, match=said) as caught:
+        single("a", *argv)
+    assert caught.value.status == 1
+    assert not (tmp_path / "a/checkpoints").exists()
+    single("a", *argv, "--resume", "auto", "--on-nonfinite", "skip")
+    model = weights(tmp_path / "a")
+    assert [name for name, tensor in model.items() if not tensor.isfinite().all()] == ["mask"]
+
+
 def growing():
     """Return SAMPLES samples."""
     images = torch.rand(int(os.environ["SAMPLES"]), 1, 8, 8, generator=torch.Generator().manual_seed(0))
