@@ -62,6 +62,13 @@ def replace_text(path: Path, text: str, flush: bool = False) -> None:
         raise
 
 
+def identity_of_open(path: Path) -> tuple[int, ...]:
+    """Return what distinguishes a file from others that have had its name; on NFS, this asks the server."""
+    with open(path, "rb") as file:  # stat() may return what this node remembers
+        about = os.fstat(file.fileno())
+    return about.st_ino, about.st_mtime_ns, about.st_size
+
+
 NO_FLUSH_ERRORS = (errno.EINVAL, errno.EBADF, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of file systems that cannot flush folders, such as AFS, VirtualBox's, and some of FUSE and SMB."""
 

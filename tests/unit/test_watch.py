@@ -24,6 +24,7 @@ import torch
 from torch.distributed import PrefixStore, TCPStore
 
 from recipes.common.errors import UserError
+from recipes.common.folders import replace_text
 from recipes.common.parallel import sharding
 from recipes.common.process import entry
 from recipes.common.process.entry import run_main
@@ -359,6 +360,25 @@ def test_a_rank_without_a_store_ends_with_the_others_that_share_its_folder(args,
         wait_until(lambda: watch.ends, 20, "the end")
     finally:
         watch.close()
+
+
+@pytest.mark.parametrize(("now", "is_other"), [("same", False), ("replaced", True), ("gone", False)])
+def test_a_rank_whose_run_was_taken_over_ends_no_rank_of_the_newer_job(args, tmp_path, monkeypatch, now, is_other):
+    """The newer job's ranks have no store either, and end if they find hang/. What cannot be read proves none."""
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    run, config = tmp_path / "mine", tmp_path / "mine" / "config.json"
+    run.mkdir()
+    replace_text(config, "this launch")
+    with contextlib.closing(Watch(0, 1, args, None)) as watch:
+        watch.follow(lambda: 3, run)
+        if now == "replaced":
+            replace_text(config, "next launch")
+        elif now == "gone":
+            config.unlink()
+        with pytest.raises(SystemExit):
+            watch.end()
+    assert (run / "hang").exists() == (run / "hang-report.txt").exists() == (not is_other)
+    assert len(list(tmp_path.glob("hang-*/hang-report.txt"))) == is_other
 
 
 def test_a_rank_ends_with_the_others_that_share_its_store(args):

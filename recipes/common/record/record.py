@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 from recipes.common.arguments import option_text
 from recipes.common.checkpoint.checkpoint import HAS_CHECKPOINTS, CheckpointFolder
 from recipes.common.errors import UserError, as_user_error, may_pass
-from recipes.common.folders import names_in, refresh_names, replace_text
+from recipes.common.folders import identity_of_open, names_in, refresh_names, replace_text
 from recipes.common.options import Options
 from recipes.common.record.progress import Progress
 from recipes.common.record.provenance import hardware, revision, versions
@@ -139,7 +139,8 @@ class Record:
         sign = self.folder / HAS_CHECKPOINTS
         self.checkpoints = CheckpointFolder(self.folder / "checkpoints", keep, self.check_owner, sign)
         self.progress = start_progress()
-        self._id, self._written, self._seen = secrets.token_hex(8), "", (0, 0, 0)
+        self._id, self._written = secrets.token_hex(8), ""
+        self._seen: tuple[int, ...] = ()
         self._config, self._metrics = self.folder / "config.json", self.folder / "metrics.jsonl"
         self._events: Any = None
         self._earlier_result: dict[str, Any] | None = None
@@ -210,9 +211,7 @@ class Record:
         """
         fix = "this job stops and writes nothing more; start one job of a name at a time"
         try:
-            with open(self._config, "rb") as file:  # on NFS, this asks the server, and stat() may not
-                now = os.fstat(file.fileno())
-            found = (now.st_ino, now.st_mtime_ns, now.st_size)
+            found = identity_of_open(self._config)
             # Without reading or parsing a file that grows with every launch.
             if found == self._seen or self._config.read_text(errors="replace") == self._written:
                 self._seen = found

@@ -25,9 +25,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
+from recipes.common.folders import identity_of_open
 from recipes.common.options import Options
-from recipes.common.watch.notes import ANSWER_TIMEOUT_S, Notes, Store, read_notes
-from recipes.common.watch.report import MOST_NAMED, Report, describe_rank
+from recipes.common.watch.notes import ANSWER_TIMEOUT_S, Notes, Store, read_notes, run_bounded
+from recipes.common.watch.report import DISK_S, MOST_NAMED, Report, describe_rank
 from recipes.common.watch.timeouts import HANG_STATUS, TIMEOUT_PHRASES
 
 NOTE_INTERVAL_S = 0.2
@@ -93,6 +94,7 @@ class Watch(NoWatch):
         self.notes = Notes(store, world_size)
         self.folder: Path | None = None
         self._step: Callable[[], int] | None = None
+        self._launch: tuple[int, ...] = ()
         self._last_notes: dict[int, str] = {}
         self._begun = time.monotonic()  # all ranks have just met: this time is nearly the same for all
         self._at = CollectivePosition(since=self._begun)
@@ -135,6 +137,8 @@ class Watch(NoWatch):
     def follow(self, step: Callable[[], int], folder: Path) -> None:
         """Get the current step from step(), and write reports to the run's folder."""
         self._step, self.folder = step, folder
+        if not self.notes.store:  # with one, another job's hang ends no rank of this one
+            self._launch = self._read_launch()
 
     def restart_clock(self) -> None:
         """Count what this rank has done since its last collective as no work of a step: it makes no straggler."""
@@ -178,7 +182,9 @@ class Watch(NoWatch):
         self._ending.acquire()  # a second thread waits here until the process ends
         try:
             text = describe_rank(self._note(), error, self._threads)
-            place = self.folder or self.args.runs_dir / f"hang-{socket.gethostname()}-{os.getpid()}"
+            place = self.args.runs_dir / f"hang-{socket.gethostname()}-{os.getpid()}"
+            if self.folder and not self._is_taken_over():
+                place = self.folder
             known, recent_s = self._last_notes, self.args.timeout_s
             report = Report(self.rank, self.world_size, place, self.notes, known, recent_s)
             report.make(text, linger_s=2 * self._note_s)
@@ -186,6 +192,16 @@ class Watch(NoWatch):
             traceback.print_exc()
         sys.stdout.flush()
         os._exit(HANG_STATUS)
+
+    def _is_taken_over(self) -> bool:
+        """Return whether another job has taken over the run: its ranks would end if they found hang/."""
+        return bool(self._launch) and self._read_launch() not in ((), self._launch)
+
+    def _read_launch(self) -> tuple[int, ...]:
+        """Return the identity of the run's config.json, which each launch replaces; () if it cannot be read."""
+        path = (self.folder or self.args.runs_dir) / "config.json"
+        unread: tuple[int, ...] = ()
+        return run_bounded(lambda: identity_of_open(path), unread, OSError, DISK_S)[0]
 
     def _keep_time(self, every_s: float) -> None:
         """End this rank when a wait is too long; without a store, also when another rank has written a report."""
