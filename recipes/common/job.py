@@ -180,7 +180,7 @@ class Job:
         """Begin this launch's record (Record.begin()); call it once all ranks have restored the checkpoint."""
         if self.record:
             self._finite_buffers = self._find_finite_buffers()
-            self.record.begin(self.position.step, self.total_steps, self.is_complete)
+            self.record.begin(self.position.step, self._evaluated, self.total_steps, self.is_complete)
 
     def save(self, is_best: bool = False, state: dict[str, Any] | None = None) -> None:
         """Write a checkpoint if this rank keeps the record; a failure becomes this rank's vote.

@@ -38,13 +38,14 @@ class TestRecord:
     def open(self, folder, *argv, recipe="single"):
         args = options(["--runs-dir", str(folder), "--no-tensorboard", *argv])
         record, content = open_run(args, recipe, [Place("a", "CPU, 1 thread a process")] * 2)
-        record.begin(content["position"]["step"] if content else 0, total_steps=100, is_complete=False)
+        step = content["position"]["step"] if content else 0
+        record.begin(step, step, total_steps=100, is_complete=False)
         return record, content
 
     def open_complete(self, folder):
         """Open the run a, which has a checkpoint of all 9 steps, once more."""
         record, _ = open_run(options(["--runs-dir", str(folder), "--name", "a", "--resume", "auto"]), "single", [])
-        record.begin(9, total_steps=9, is_complete=True)
+        record.begin(9, 9, total_steps=9, is_complete=True)
         return record
 
     def log(self, record, step, loss=1.0):
@@ -194,7 +195,7 @@ class TestRecord:
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
             with pytest.raises(UserError, match="No space left"):
-                one.begin(0, total_steps=100, is_complete=False)
+                one.begin(0, 0, total_steps=100, is_complete=False)
         assert contents(other.folder) == before
         other.check_owner()
 
@@ -321,7 +322,7 @@ class TestRecord:
         save(older, 20)
         said = r"older job wrote .*-000000020\.pt while this one started, and stops now; start this one again$"
         with pytest.raises(UserError, match=said) as caught:
-            newer.begin(content["position"]["step"], total_steps=100, is_complete=False)
+            newer.begin(content["position"]["step"], 0, total_steps=100, is_complete=False)
         assert caught.value.status == 1
         with pytest.raises(UserError, match="another job has taken over the run"):
             save(older, 30)
@@ -459,7 +460,7 @@ class TestRecord:
         ):
             args = options(["--runs-dir", str(tmp_path), "--name", "a", "--resume", resume])
             record, _ = open_run(args, "single", [Place("a", "CPU, 1 thread a process")])
-            record.begin(begun, total_steps=100, is_complete=False)
+            record.begin(begun, 0, total_steps=100, is_complete=False)
             for step in steps:
                 self.log(record, step, step / 2)
             if resume == "auto":

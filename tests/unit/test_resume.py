@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -711,6 +712,25 @@ def test_a_signal_in_an_evaluation_within_an_epoch_ends_it_and_loses_no_step(tmp
     single(*argv)
     assert sorted(path.name for path in (tmp_path / "a/checkpoints").iterdir()) == ["step-000000008.pt"]
     assert [line["kind"] for line in metrics(tmp_path / "a")] == ["step"] * 8
+    single(*argv, "--resume", "auto")
+    lines = [(line["kind"], line["step"]) for line in metrics(tmp_path / "a") if line["kind"] != "step"]
+    assert lines == [("evaluation", 8), ("evaluation", 16), ("epoch", EPOCH)]
+    assert len(losses(tmp_path / "a")) == EPOCH
+
+
+class StopsFirstEvaluation(StopsInEvaluation):
+    batches = 0
+
+
+def test_an_evaluation_that_is_repeated_has_one_line(tmp_path, single, monkeypatch):
+    """A job is killed between an evaluation of the checkpoint's step and the next checkpoint."""
+    argv = ("a", "--epochs", "1", "--evaluate-every", "8", "--task", "tests.unit.test_resume:StopsFirstEvaluation")
+    single(*argv)  # its checkpoint of step 8 is not evaluated
+    with monkeypatch.context() as patch:
+        patch.setattr(record.CheckpointFolder, "write", Mock(side_effect=UserError("killed")))
+        with pytest.raises(UserError, match="killed"):
+            single(*argv, "--resume", "auto")
+    assert metrics(tmp_path / "a")[-1]["kind"] == "evaluation"
     single(*argv, "--resume", "auto")
     lines = [(line["kind"], line["step"]) for line in metrics(tmp_path / "a") if line["kind"] != "step"]
     assert lines == [("evaluation", 8), ("evaluation", 16), ("epoch", EPOCH)]

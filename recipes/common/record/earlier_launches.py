@@ -31,11 +31,17 @@ def read_config(path: Path) -> dict[str, Any]:
     raise UserError(f"{path} is damaged or not of this project; restore or remove it, or choose another --name")
 
 
-def read_record(folder: Path, step: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return config.json's content ({} if there is none), and the lines of metrics.jsonl of steps 1 to `step`."""
+def read_record(folder: Path, step: int, evaluated_step: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return config.json's content ({} if there is none), and the lines of metrics.jsonl up to a checkpoint.
+
+    They are those of steps 1 to `step`, and of evaluations up to `evaluated_step`: a job that was killed between
+    the evaluation of a checkpoint's step and the next checkpoint repeats that evaluation.
+    """
     path = folder / "config.json"
     config = read_config(path) if path.name in names_in(folder) else {}
-    return config, [line for line in _json_lines(folder / "metrics.jsonl") if 0 < line["step"] <= step]
+    last = {"epoch": evaluated_step, "evaluation": evaluated_step}
+    lines = _json_lines(folder / "metrics.jsonl")
+    return config, [line for line in lines if 0 < line["step"] <= last.get(line.get("kind", ""), step)]
 
 
 def read_result(folder: Path, step: int) -> dict[str, Any] | None:

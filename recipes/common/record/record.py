@@ -151,12 +151,13 @@ class Record:
         """Whether this launch begins from another run's checkpoint."""
         return self.checkpoint is not None and not self.checkpoint.is_relative_to(self.folder)
 
-    def begin(self, step: int, total_steps: int, is_complete: bool) -> None:
-        """Add this launch to config.json, and drop the metrics of steps that will be repeated.
+    def begin(self, step: int, evaluated_step: int, total_steps: int, is_complete: bool) -> None:
+        """Add this launch to config.json, and drop the metrics of steps and evaluations that will be repeated.
 
         A run that is complete and has its result stays unchanged. Call it once all ranks have restored the
         checkpoint: it deletes the record that this run replaces. `step` is the step of the checkpoint (0: none),
-        and `total_steps` the number of steps that this launch's options ask for.
+        `evaluated_step` that of its last evaluation, and `total_steps` the number of steps that this launch's
+        options ask for.
 
         Raises UserError if `step` is beyond `total_steps`, another run's checkpoint leaves no step to train,
         another job has written a checkpoint meanwhile, or the record cannot be read or written.
@@ -183,7 +184,7 @@ class Record:
                 earlier_launches.remove_record(self.folder, LAUNCHER_LOGS)
         elif not self.is_new:
             with as_user_error("read", self.folder):
-                config, kept = earlier_launches.read_record(self.folder, step)
+                config, kept = earlier_launches.read_record(self.folder, step, evaluated_step)
         try:
             with as_user_error("write", self.folder):
                 if not self.is_new:
