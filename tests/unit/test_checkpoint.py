@@ -233,6 +233,24 @@ def test_a_bad_file_is_set_aside_once(folder, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("has_links", [True, False])
+def test_the_best_is_set_aside_with_a_bad_file_that_it_is(folder, monkeypatch, capsys, has_links):
+    """Without hard links, it is a copy, which stays good."""
+    if not has_links:
+        monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EPERM, "Operation not permitted")))
+    folder.write(content(40, 0.9), is_best=True)
+    newest = folder.paths()[0]
+    newest.write_bytes(newest.read_bytes()[:-10])
+    path, found = read_newest(folder, set_aside=True)
+    assert path.name == "step-000000030.pt"
+    names = set(os.listdir(folder.folder))
+    assert names >= {"step-000000040.pt.bad", "best.pt.bad" if has_links else "best.pt"}
+    assert {"best.pt", "best.pt.bad"} - names
+    assert found["position"]["best_score"] == (-math.inf if has_links else 0.5)
+    said = f"warning: so was {folder.folder}/best.pt; it is chosen from the next evaluation on"
+    assert (said in capsys.readouterr().err) == has_links
+
+
 def test_none_good_is_an_error(folder, capsys):
     for path in folder.paths():
         path.write_bytes(path.read_bytes()[:-10])

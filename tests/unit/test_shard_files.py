@@ -500,6 +500,15 @@ def test_a_damaged_checkpoint_keeps_all_shard_files(folder, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_a_bad_checkpoint_that_was_the_best_keeps_no_shard_file_for_ever(folder):
+    write(folder, 30, is_best=True)
+    newest = folder.paths()[0]
+    newest.write_bytes(newest.read_bytes()[:-10])
+    assert read_newest(folder, set_aside=True)[0].name == "step-000000020.pt"
+    write(folder, 40)
+    assert [len(shards(folder, step)) for step in (10, 20, 30, 40)] == [0, 3, 0, 3]
+
+
 def full_disk(sharded, content):
     def fail(path, parts):
         path.write_bytes(b"begun")

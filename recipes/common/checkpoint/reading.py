@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -46,7 +47,8 @@ def read_newest(
     """Return the newest good checkpoint of a folder, or None if there has never been one.
 
     Bad ones are skipped with a warning. With `set_aside`, for a run that continues, the skipped ones are renamed
-    to *.bad, so that they never count among the newest again. `check`: as for read_checkpoint().
+    to *.bad, and best.pt if it is one of them, so that they never count among the newest again. `check`: as for
+    read_checkpoint().
 
     Raises:
         UserError: there are checkpoints, and none of them is good; or one cannot be read.
@@ -60,8 +62,8 @@ def read_newest(
             print(f"warning: skipped {path}: {error}", file=sys.stderr, flush=True)
             bad.append(path)
             continue
-        for old in bad if set_aside else ():
-            old.rename(old.with_name(f"{old.name}.bad"))
+        if set_aside and bad:
+            _set_aside(folder, bad, content)
         return path, content
     names = names_in(folder.folder)
     best = folder.folder / "best.pt" if "best.pt" in names else None
@@ -83,6 +85,17 @@ def read_newest(
     else:
         fix = f"give {best}" if best else "give another run or checkpoint"
     raise UserError(f"{what}; {fix}")
+
+
+def _set_aside(folder: CheckpointFolder, bad: list[Path], content: dict[str, Any]) -> None:
+    """Rename bad checkpoints to *.bad; if best.pt is one of them, let the run choose it anew."""
+    best = folder.folder / "best.pt"
+    if best.name in names_in(folder.folder) and any(best.samefile(path) for path in bad):
+        print(f"warning: so was {best}; it is chosen from the next evaluation on", file=sys.stderr, flush=True)
+        content["position"]["best_score"] = -math.inf
+        bad = [best, *bad]
+    for path in bad:
+        path.rename(path.with_name(f"{path.name}.bad"))
 
 
 def read_checkpoint(path: Path, check: ShardCheck | None = None) -> dict[str, Any]:
