@@ -436,6 +436,9 @@ leave_if_complete() {
     complete=$logs/.complete-$job first_start=$logs/.first-start-$job
     if ((restarts == 0)); then rm -f "$complete"; fi
     # Slurm also counts a start that never ran this script, as its node was lost before.
+    if ((restarts > 0)) && [[ ! -e $first_start ]]; then
+        echo "warning: job $job, start $((restarts + 1)): no earlier start has written to $logs; is this the same disk?" >&2
+    fi
     if ((restarts == 0)) || [[ ! -e $first_start ]]; then cat "$run_dir/config.json" >"$first_start" 2>/dev/null; fi
     if [[ -e $complete ]]; then
         echo "job $job, start $((restarts + 1)): an earlier start has completed; to run it again, submit another job"

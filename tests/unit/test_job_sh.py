@@ -1301,6 +1301,16 @@ def test_a_job_that_starts_again_resumes_no_record_that_it_replaces(job, tmp_pat
     assert again.endswith("--resume auto\n") == goes_on
 
 
+def test_a_job_that_starts_again_in_a_folder_that_looks_new_warns(job, tmp_path):
+    """The disk of the runs may not be mounted on this node: its run would begin again from step 0."""
+    logs = tmp_path / "runs/ddp-job7/slurm"
+    said = f"warning: job 7, start 2: no earlier start has written to {logs}; is this the same disk?"
+    first, again = (job(then=":", SLURM_RESTART_COUNT=count) for count in ("0", "1"))
+    assert (said in first.stderr, said in again.stderr) == (False, False)
+    shutil.rmtree(tmp_path / "runs")
+    assert said in job(then=":", SLURM_RESTART_COUNT="1").stderr
+
+
 def test_a_script_whose_first_start_never_ran_resumes_nothing_unasked(script, tmp_path):
     """Slurm counts a start whose node was lost before."""
     (tmp_path / "runs/mine").mkdir(parents=True)
