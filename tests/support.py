@@ -481,9 +481,11 @@ def _restore_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def has_ended(process: psutil.Process) -> bool:
-    """Return whether a process has ended; an orphan stays a zombie if init reaps none, as in a container."""
+def has_ended(process: psutil.Process | int) -> bool:
+    """Return whether a process has ended, or that of a pid; a container's init may leave it a zombie."""
     try:
+        if isinstance(process, int):
+            process = psutil.Process(process)
         return not process.is_running() or bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
@@ -515,9 +517,9 @@ class Command:
         )
         self.alive.append(self)
 
-    def processes(self, text: str = "") -> list[psutil.Process]:
-        """Return the processes of this command that still run, with the text in their command line."""
-        return find_processes(text, TEST_COMMAND=self.mark)
+    def processes(self, text: str = "", **variables: str) -> list[psutil.Process]:
+        """Return its processes that still run, with this text in their command line and these variables."""
+        return find_processes(text, TEST_COMMAND=self.mark, **variables)
 
     def wait_for_gone(self, within_s: float) -> None:
         """Wait until no process of this command is left; fail the test after within_s."""

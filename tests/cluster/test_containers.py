@@ -143,7 +143,7 @@ def no_container_is_left():
 
 def containers_of(command):
     """Return the ids of a job's containers by host name, once all of them run."""
-    [project] = {one.environ().get("COMPOSE_PROJECT_NAME") for one in command.processes()} - {None}
+    [project] = {one.environ()["COMPOSE_PROJECT_NAME"] for one in command.processes(" start --attach ")}
     label = f"label=com.docker.compose.project={project}"
     ids = docker("ps", "--quiet", "--filter", label).split()
     return {docker("inspect", "--format", "{{.Config.Hostname}}", number): number for number in ids}

@@ -43,7 +43,7 @@ def elastic(nodes, min_nodes, max_restarts, *options, recipe="ddp", **env):
 
 def process_of(job, node, module="scripts.launch.rejoin"):
     """Return the process that runs a module on a node."""
-    [process] = [one for one in job.processes(f"-m {module} ") if one.environ()["NODE_RANK"] == str(node)]
+    [process] = job.processes(f"-m {module} ", NODE_RANK=str(node))
     return process
 
 
@@ -63,7 +63,7 @@ def test_a_node_is_lost_and_comes_back_and_another_is_silent(tmp_path):
         wait_until(lambda: launches(run) == [3, 2, 3], TIMEOUT_S, lambda: job.text)
         assert newest_checkpoint(run)["position"]["step"] >= launches(run, "step")[2], "no step was done twice"
         job.wait_for_step(run, launches(run, "step")[2] + 1)
-        stopped = [one for one in job.processes() if one.environ().get("NODE_RANK") == "1"]
+        stopped = job.processes(NODE_RANK="1")
         stopped_at = time.monotonic()
         for process in stopped:
             process.suspend()

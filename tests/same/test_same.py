@@ -6,7 +6,6 @@ import re
 import signal
 import sys
 
-import psutil
 import pytest
 
 from scripts.same import script_job
@@ -15,7 +14,7 @@ from scripts.same.causes import NOTES
 from scripts.same.recorded_run import load
 from tests.conftest import require
 from tests.same.bugs import BUGS, NO_BUGS, PADDED, RESUME, RESUME_BUGS, RIGHT, SHARE, UNWRAPPED, plant
-from tests.support import ROOT, Command, Result, start_and_signal, wait_until, write_program
+from tests.support import ROOT, Command, Result, has_ended, start_and_signal, wait_until, write_program
 
 pytestmark = pytest.mark.slow
 CHECKPOINT = ("--checkpoint", "{run_dir}/c.pt")
@@ -247,7 +246,7 @@ def test_a_launcher_that_hangs_leaves_no_rank_behind(tmp_path):
     (tmp_path / "run").mkdir()
     assert script_job.run_launcher([launcher], os.environ, tmp_path / "run", 2) is None
     rank = int((tmp_path / "rank").read_text())
-    wait_until(lambda: not psutil.pid_exists(rank) or psutil.Process(rank).status() == "zombie", 10, "no rank")
+    wait_until(lambda: has_ended(rank), 10, "no rank")
 
 
 def test_ctrl_c_leaves_no_rank_and_no_file_behind(tmp_path):

@@ -448,7 +448,7 @@ def test_of_horovods_ranks_the_one_that_failed_is_to_blame_and_all_end(monkeypat
     assert rank_processes.run_processes([sys.executable, "-c", code], environments, str(tmp_path)) == 5
     assert capsys.readouterr().err.startswith("error: rank 1 (pid ")
     for pid in map(int, (tmp_path / "seen").read_text().split()):
-        wait_until(lambda pid=pid: not psutil.pid_exists(pid) or has_ended(psutil.Process(pid)), 10, "the end")
+        wait_until(lambda pid=pid: has_ended(pid), 10, "the end")
 
 
 def test_the_port_of_node_0_is_tried_and_found_taken(monkeypatch):

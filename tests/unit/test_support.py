@@ -3,11 +3,14 @@
 import contextlib
 import json
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from tests.support import assert_same_curve, largest_difference
+from tests.support import assert_same_curve, has_ended, largest_difference
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -48,3 +51,12 @@ def test_curves_are_the_same_up_to_rounding_and_where_they_are_numbers(tmp_path,
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     with contextlib.nullcontext() if is_same else pytest.raises(AssertionError):
         assert_same_curve(tmp_path / "ours", tmp_path / "whole")
+
+
+def test_a_process_has_ended_when_it_is_a_zombie_and_when_it_is_gone():
+    assert not has_ended(os.getpid())
+    process = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.DEVNULL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert has_ended(process.pid)
+    process.wait()
+    assert has_ended(process.pid)
