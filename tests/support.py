@@ -36,6 +36,8 @@ from scripts.launch.runs import last_step
 from scripts.launch.runs import read_metrics as metrics
 
 ROOT = Path(__file__).resolve().parent.parent
+PROGRAMS = Path(sys.executable).parent
+"""Where the packages of these tests' Python have their commands, such as torchrun."""
 TEXT_DIR = ROOT / "recipes" / "configs"
 """A folder of text: 5,000 bytes to train on, and 900 to evaluate, which takes little time."""
 TIMEOUT_S = 120.0 * max(

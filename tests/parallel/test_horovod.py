@@ -2,11 +2,12 @@
 
 import re
 import signal
+import sys
 
 import pytest
 
 from tests.conftest import need_horovod, need_horovod_with_mpi
-from tests.support import MPI_ENV, assert_same_run, local, losses, run_command, words_for
+from tests.support import MPI_ENV, PROGRAMS, assert_same_run, local, losses, run_command, words_for
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +54,7 @@ def test_a_bad_option_is_one_line(tmp_path):
 
 def test_horovodrun_starts_it(single, tmp_path):
     """With Gloo; test_probe.py makes it start ranks with MPI."""
-    check_started(single, tmp_path, ".venv/bin/horovodrun", "--gloo", "--disable-cache")
+    check_started(single, tmp_path, str(PROGRAMS / "horovodrun"), "--gloo", "--disable-cache")
 
 
 def test_mpirun_starts_it(single, tmp_path):
@@ -64,9 +65,9 @@ def test_mpirun_starts_it(single, tmp_path):
 @pytest.mark.parametrize(
     ("launcher", "command", "env"),
     [
-        ("torchrun", (".venv/bin/torchrun", "--nproc-per-node=2"), {}),
+        ("torchrun", (str(PROGRAMS / "torchrun"), "--nproc-per-node=2"), {}),
         # What MPICH's mpirun sets; Horovod is built for another MPI.
-        ("another MPI", (".venv/bin/python",), {"PMI_SIZE": "2", "PMI_RANK": "0"}),
+        ("another MPI", (sys.executable,), {"PMI_SIZE": "2", "PMI_RANK": "0"}),
     ],
 )
 def test_processes_that_horovod_does_not_connect_are_refused(tmp_path, launcher, command, env):
@@ -82,6 +83,6 @@ def test_processes_that_horovod_does_not_connect_are_refused(tmp_path, launcher,
 def check_started(single, folder, *launcher, **env):
     """Assert that two ranks, each with one thread, have the losses of single."""
     words = words_for(folder, "horovod", *STEPS, "--compression", "none")
-    ranks = ("-np", "2", ".venv/bin/python", "-m", "recipes.horovod.train", *words)
+    ranks = ("-np", "2", sys.executable, "-m", "recipes.horovod.train", *words)
     run_command(*launcher, *ranks, OMP_NUM_THREADS="1", check=True, **env)
     assert losses(folder / "horovod") == pytest.approx(losses(single), rel=1e-5)

@@ -19,7 +19,7 @@ import torch
 
 from tests.conftest import need_horovod
 from tests.page import run_page, shuffle_as_the_pages
-from tests.support import ROOT, Ranks, losses, metrics, run_command, run_ranks, train
+from tests.support import PROGRAMS, ROOT, Ranks, losses, metrics, run_command, run_ranks, train
 
 ON_DIGITS = ["single", "dataparallel", "ddp", "spawn", "horovod", "apex", "fsdp", "tensor", "pipeline", "scratch"]
 PAGES = [*ON_DIGITS, "context"]
@@ -168,7 +168,7 @@ def test_half_precision_stays_close(reference, tmp_path, level):
 
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-HOROVODRUN = (".venv/bin/horovodrun", "--gloo", "-np", "2", "--disable-cache", ".venv/bin/python")
+HOROVODRUN = (str(PROGRAMS / "horovodrun"), "--gloo", "-np", "2", "--disable-cache", sys.executable)
 
 
 @pytest.mark.slow

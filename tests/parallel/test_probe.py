@@ -18,7 +18,7 @@ from scripts.launch.local import free_port
 from tests.conftest import need_horovod, need_horovod_with_mpi, need_mpi
 from tests.support import (
     MPI_ENV,
-    ROOT,
+    PROGRAMS,
     TIMEOUT_S,
     Command,
     Ranks,
@@ -44,7 +44,7 @@ def mpirun(nodes, nproc_per_node):
 
 def horovodrun(controller, nodes, nproc_per_node):
     need_horovod()
-    words = [str(ROOT / ".venv/bin/horovodrun"), f"--{controller}", "--disable-cache", "-np", str(nproc_per_node)]
+    words = [str(PROGRAMS / "horovodrun"), f"--{controller}", "--disable-cache", "-np", str(nproc_per_node)]
     return [*words, sys.executable, "-m", "recipes.probe.train", "--join", "horovod"]
 
 
