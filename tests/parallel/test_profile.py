@@ -62,7 +62,7 @@ def test_the_trace_has_the_steps_and_the_exchange_and_the_curve_stays(tmp_path, 
     assert steps(events) == list(range(10, 25))
     phases = {"data", "forward and backward", "optimizer", "evaluation", "checkpoint"}
     assert names(events) >= phases | exchange
-    (line,) = [line for line in outcome.outputs[0].splitlines() if "profile" in line]
+    (line,) = [line for line in outcome.outputs[0].splitlines() if line.startswith("profile ")]
     assert line.startswith("profile from step 11: ")
     assert line.endswith(f"; {run}/trace.json.gz opens in https://ui.perfetto.dev")
     found = shares(line.split(";")[0])
