@@ -763,18 +763,74 @@ def test_of_a_thousand_notes_a_few_that_are_missing_cost_a_few_requests():
     assert read_notes(Store(), "note", [5]) == {}
 
 
-def test_of_8192_ranks_most_ask_a_few_times_and_wait_for_those_who_collect(tmp_path, monkeypatch):
-    """If each of them asked ten times a second, the store would not answer those who collect the reports."""
-    store, now = Store(), [0.0]
-    clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time, sleep=lambda s: now.append(now.pop() + s))
+class Clock:
+    """A clock that goes on only while a report sleeps, and does what is due."""
+
+    def __init__(self):
+        self.now, self.due, self.time = 0.0, [], time.time
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        for item in [item for item in self.due if item[0] <= self.now]:
+            self.due.remove(item)
+            item[1]()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
     monkeypatch.setattr(report, "time", clock)
     monkeypatch.setattr(Notes, "ask", lambda self, action, otherwise, bound_s=0.0: action(self.store))
+    return clock
+
+
+def test_of_8192_ranks_most_ask_a_few_times_and_wait_for_those_who_collect(tmp_path, clock):
+    """If each of them asked ten times a second, the store would not answer those who collect the reports."""
+    store = Store()
     store.add("callers", 3)
     (tmp_path / "run").mkdir()
     own = Report(5000, 8192, tmp_path / "run", Notes(store, 8192), {}, recent_s=5.0)
     own.make(json.dumps(note(5000, 9, "gradients")), linger_s=0.0)
-    assert now[0] > 20, "the others read 8,192 reports"
-    assert 8192 * store.requests / now[0] < 10_000, "requests a second"
+    assert clock.now > 20, "the others read 8,192 reports"
+    assert 8192 * store.requests / clock.now < 10_000, "requests a second"
+
+
+def report_with_a_silent_rank(world_size, tmp_path, monkeypatch):
+    """Return the report of a rank in the middle, and its store, which has the reports of all others but rank 1."""
+    store = Store()
+    (tmp_path / "run").mkdir()
+    for rank in set(range(world_size)) - {1, world_size // 2}:
+        store.set(f"report/{rank}", json.dumps(note(rank, 9, "gradients")))
+    own = Report(world_size // 2, world_size, tmp_path / "run", Notes(store, world_size), {}, recent_s=5.0)
+    monkeypatch.setattr(own, "_collect", Mock())
+    return own, store
+
+
+def test_of_a_thousand_ranks_the_first_writes_the_report_before_the_others_leave(tmp_path, monkeypatch, clock):
+    """Rank 0 is hardly one of the three that collect, and the ranks that leave end all the others."""
+    own, store = report_with_a_silent_rank(1024, tmp_path, monkeypatch)
+    began_at = []
+    own._collect.side_effect = lambda reports: began_at.append((clock.now, len(reports)))
+    own.make(json.dumps(note(own.rank, 9, "gradients")), linger_s=0.0)
+    [(at, reports)] = began_at
+    assert reports == 1023
+    assert own.gather_s <= at < own.gather_s + own.poll_s, "the others leave collect_s later"
+    assert store.values["done"] == b"512"
+
+
+@pytest.mark.parametrize("world_size", [8, 1024])
+def test_who_does_not_write_the_report_stays_until_it_is_written(tmp_path, monkeypatch, clock, world_size):
+    """Its node's agent would end the rank that writes, if that is on the same node."""
+    own, store = report_with_a_silent_rank(world_size, tmp_path, monkeypatch)
+    store.add("collectors", 1)
+    waits_s = own.collect_s if world_size == 8 else 0  # for rank 0, first
+    clock.due.append((own.gather_s + waits_s + own.collect_s / 2, lambda: store.set("done", "7")))
+    own.make(json.dumps(note(own.rank, 9, "gradients")), linger_s=0.0)
+    assert not clock.due
+    assert not own._collect.called
 
 
 @pytest.mark.parametrize("behind_s", [3600, -3600])
@@ -823,7 +879,9 @@ def test_once_another_rank_has_reported_a_rank_prints_nothing(tmp_path, capsys, 
         (tmp_path / seen).touch()
     else:
         store.add(seen, 1)
-    Report(0, 1, tmp_path, Notes(store, 1), {}, recent_s=5.0).make(json.dumps(note(0, 9, "gradients")), 0.0)
+    own = Report(0, 1, tmp_path, Notes(store, 1), {}, recent_s=5.0)
+    own.collect_s = 0.0
+    own.make(json.dumps(note(0, 9, "gradients")), 0.0)
     assert capsys.readouterr().err == ""
 
 

@@ -84,13 +84,18 @@ class Report:
             self._wait(self.gather_s + self.collect_s, self._is_done)
             return
         reports = self.gather() or {self.rank: text}  # neither the store nor the disk works
-        if self.rank != min(reports):
+        # The lowest rank writes; in a large job, where it rarely collects, the first of the collectors.
+        if self.world_size <= MANY and self.rank != min(reports):
             self._wait(self.collect_s, self._is_done)
-        if not self._is_done() and self.notes.count("collectors", otherwise=1) == 1:
-            self._collect(reports)
-            if self.notes.store:
-                self.notes.put("done", str(self.rank))
-                time.sleep(linger_s)
+        if self._is_done():
+            return
+        if self.notes.count("collectors", otherwise=1) > 1:
+            self._wait(self.collect_s, self._is_done)  # the end of this rank may end the one that writes
+            return
+        self._collect(reports)
+        if self.notes.store:
+            self.notes.put("done", str(self.rank))
+            time.sleep(linger_s)
 
     def is_collector(self) -> bool:
         """Return whether this rank collects the others' reports; in large jobs, the first COLLECTORS ranks do."""
