@@ -263,6 +263,7 @@ class Job:
         """
         size = self.args.global_batch_size
         if self._order[0] != self.position.epoch:
+            self._order = -1, torch.empty(0)  # free the last one first: each takes 8 bytes per sample
             self._order = self.position.epoch, draw_order(self.data.train, self.args, self.position.epoch)
         _, order = self._order
         first_step = self.position.epoch * self.steps_per_epoch

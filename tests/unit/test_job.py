@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import math
 import socket
+import weakref
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -154,6 +155,22 @@ class TestJob:
         assert drawn == [0, 1]
         expected = [draw_order(job.data.train, job.args, epoch)[:90] for epoch in range(2)]
         assert torch.equal(torch.cat(seen), torch.cat(expected))
+
+    def test_the_orders_of_two_epochs_are_not_in_memory_at_once(self, monkeypatch):
+        """Each takes 8 bytes per sample, on each rank."""
+        job, drawn = tiny_job("--epochs", "3"), []
+
+        def draw(*args):
+            assert not [epoch for epoch, order in enumerate(drawn) if order() is not None]
+            order = draw_order(*args)
+            drawn.append(weakref.ref(order))
+            return order
+
+        monkeypatch.setattr(jobs, "draw_order", draw)
+        for epoch in range(3):
+            job.position = Position(step=3 * epoch, epoch=epoch)
+            list(job.global_batches())
+        assert len(drawn) == 3
 
     def test_what_a_sharded_checkpoint_may_take(self):
         """A million weights of 4 bytes and their moments are 12 MB: 1.2 s at 10 MB/s, 12 ms at 1 GB/s in all."""
