@@ -125,6 +125,7 @@ class Agent(LocalElasticAgent):
     def _exit_barrier(self) -> None:
         """Tell the other nodes that all ranks of this one have left, as theirs may fail because of it."""
         ranks = " ".join(map(str, self.ranks_that_left()))
+        self.notes.put("left/any", "")  # first: without it, nobody asks for the others
         self.notes.put(f"left/{self._worker_group.group_rank}", ranks)
         self._warn_if_alone()
         super()._exit_barrier()
@@ -138,7 +139,8 @@ class Agent(LocalElasticAgent):
         """Return the ranks of other nodes all of whose ranks have ended with status 0."""
         nodes = self._worker_group.group_world_size or 1
         time.sleep(NOTICE_S if nodes > 1 else 0)
-        texts = self.notes.read("left", range(nodes))
+        # In most failures none has left, and a store is asked twice for each key that it lacks.
+        texts = self.notes.read("left", range(nodes)) if self.notes.has("left/any") else {}
         return {int(rank): Failure(0, 0) for text in texts.values() for rank in text.split()}
 
 

@@ -5,16 +5,19 @@ import shutil
 import signal
 import tempfile
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from recipes.common import compiled_code
 from recipes.common.errors import UserError
-from recipes.common.process.node import Node
+from recipes.common.process.node import Failure, Node
+from recipes.common.watch.notes import Notes
 from scripts.launch import rank_processes, torch_agent
 from tests.support import write_program
 
@@ -129,3 +132,23 @@ def test_ranks_that_have_not_met_after_a_while_are_warned_of_once(monkeypatch, c
     for _ in range(2):
         agent._monitor_workers(agent._worker_group)
     assert capsys.readouterr().err.count("warning: the 2 ranks have not met in a process group") == 1
+
+
+def test_a_node_that_fails_asks_once_if_no_other_has_left(monkeypatch):
+    """The nodes of a large job fail together and ask one store, twice for each key that it lacks."""
+    monkeypatch.setattr(torch_agent, "NOTICE_S", 0)
+    monkeypatch.setattr(LocalElasticAgent, "_exit_barrier", lambda self: None)
+    store, agents = Mock(wraps=HashStore()), []
+    for node_rank in range(2):
+        agent = torch_agent.Agent.__new__(torch_agent.Agent)
+        workers = [SimpleNamespace(world_size=1024)]
+        agent._worker_group = SimpleNamespace(group_rank=node_rank, group_world_size=512, workers=workers)
+        agent.notes = Notes(store, 512)
+        agents.append(agent)
+    first, second = agents
+    assert first.ranks_that_left_elsewhere() == {}
+    assert [request for request, _, _ in store.method_calls] == ["check"]
+    second.ranks_that_left = lambda: {2: Failure(0, 7), 3: Failure(0, 8)}
+    second._exit_barrier()
+    assert [key for key, _ in (request.args for request in store.set.mock_calls)] == ["left/any", "left/1"]
+    assert first.ranks_that_left_elsewhere() == {2: Failure(0, 0), 3: Failure(0, 0)}
