@@ -71,6 +71,7 @@ def environment(node: Node, local_rank: int, port: int) -> dict[str, str]:
         "HOROVOD_CROSS_SIZE": str(node.nnodes),
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(node.nproc_per_node),
     }
     shared = dict(os.environ)
     if "GLOO_SOCKET_IFNAME" in shared:

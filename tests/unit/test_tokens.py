@@ -2,14 +2,15 @@
 
 import errno
 import os
+import re
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
-from recipes.common.data import load_data
-from recipes.common.data.tokens import FINGERPRINT_WINDOWS, HEADER_BYTES, PROBE_BYTES
+from recipes.common.data import find_for_all_ranks, load_data, tokens
+from recipes.common.data.tokens import FINGERPRINT_WINDOWS, HEADER_BYTES, PROBE_BYTES, inspect_file
 from recipes.common.errors import UserError
 from recipes.single.train import options
 from tests.conftest import refused
@@ -25,9 +26,12 @@ def write(path, tokens, kind=np.uint16, magic=0):
     path.write_bytes((header.tobytes() if magic else b"") + np.array(tokens, kind).tobytes())
 
 
-def load(folder, *argv, on_fault=print):
-    words = ["--data", "tokens", "--data-dir", str(folder), "--seq-len", str(LENGTH), "--workers", "0", *argv]
-    return load_data(options(words), torch.device("cpu"), on_fault)
+def words_of(folder, *argv):
+    return ["--data", "tokens", "--data-dir", str(folder), "--seq-len", str(LENGTH), "--workers", "0", *argv]
+
+
+def load(folder, *argv, on_fault=print, found=b""):
+    return load_data(options(words_of(folder, *argv)), torch.device("cpu"), on_fault, found)
 
 
 def windows(split):
@@ -206,6 +210,78 @@ def test_the_fingerprint_notices_each_replaced_file(folder):
         assert load(folder).train.fingerprint() != before, path.name
         path.write_bytes(kept)
     assert load(folder).train.fingerprint() == before
+
+
+@pytest.fixture
+def copy(tmp_path, monkeypatch):
+    """A folder of tokens as rank 0 has it, at first, and a function that loads it on the four ranks of a node.
+
+    It returns the fingerprint of the training set on each rank, or its error, and the files that each inspects.
+    """
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number in range(6):
+        write(folder / f"train_{number}.bin", range(number, number + 10))  # the last one is in no window
+    write(folder / "val.bin", range(9))
+    found = find_for_all_ranks(options(words_of(folder)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+
+    def load_on_each_rank(folder):
+        ends, inspected = [], []
+        for local_rank in range(4):
+            monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+            inspect = Mock(wraps=inspect_file)
+            monkeypatch.setattr(tokens, "inspect_file", inspect)
+            try:
+                ends.append(load(folder, found=found).train.fingerprint())
+            except UserError as error:
+                ends.append(str(error))
+            inspected.append([call.args[0].stem for call in inspect.mock_calls])
+        return ends, inspected
+
+    return folder, load_on_each_rank
+
+
+def test_the_ranks_of_a_node_inspect_each_file_once(copy):
+    """Thousands of ranks would open thousands of files each, on one file system."""
+    folder, load_on_each_rank = copy
+    ends, inspected = load_on_each_rank(folder)
+    assert ends == [load(folder).train.fingerprint()] * 4
+    assert inspected == [["train_0", "train_4", "val"], ["train_1", "train_5"], ["train_2"], ["train_3"]]
+    other = folder.rename(folder.parent / "own")
+    again, inspected = load_on_each_rank(other)
+    assert again == ends
+    assert list(map(len, inspected)) == [7] * 4, "each rank may have a folder of its own"
+
+
+def test_a_copy_that_differs_is_noticed_by_one_of_its_ranks(copy):
+    folder, load_on_each_rank = copy
+    expected = load(folder).train.fingerprint()
+    write(folder / "train_2.bin", [*range(2, 11), 99])
+    ends, _ = load_on_each_rank(folder)
+    assert [end == expected for end in ends] == [True, True, False, True]
+    (folder / "train_2.bin").write_bytes(b"odd")
+    ends, _ = load_on_each_rank(folder)
+    assert "train_2.bin has 3 bytes, which are not 1 tokens of 2 bytes each; copy it again" in ends[2]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda folder: write(folder / "train_9.bin", range(9)), "14 windows with digest "),
+        (lambda folder: (folder / "train_3.bin").unlink(), "10 windows with digest "),
+        (
+            lambda folder: (folder / "val.bin").rename(folder / "v.bin"),
+            "--data tokens: .* has no file of tokens with 'val'",
+        ),
+    ],
+    ids=["one more", "one less", "none"],
+)
+def test_a_copy_of_other_files_is_noticed_by_all_of_its_ranks(copy, change, said):
+    folder, load_on_each_rank = copy
+    change(folder)
+    ends, _ = load_on_each_rank(folder)
+    assert [bool(re.match(said, end)) for end in ends] == [True] * 4
 
 
 def test_the_vocabulary_of_other_data_is_their_own():

@@ -28,7 +28,7 @@ __all__ = ["EVAL_BATCH_SIZE", "Batch", "Data", "Spec", "Split", "TensorSplit", "
 
 
 def find_for_all_ranks(args: Options) -> bytes:
-    """Return what one rank finds for all: the list of a folder's images, or the index of shards on a server.
+    """Return what one rank finds for all: a folder's images or files of tokens, or a server's index of shards.
 
     Raises UserError if the data are missing or malformed.
     """
@@ -36,6 +36,10 @@ def find_for_all_ranks(args: Options) -> bytes:
         from recipes.common.data.imagefolder import find_images
 
         return find_images(args.data_dir).to_bytes()
+    if args.data == "tokens":
+        from recipes.common.data.tokens import find_token_files
+
+        return find_token_files(args)
     if args.data == "shards" and url_of(args.data_dir):
         from recipes.common.data.shards import read_index
 
@@ -88,7 +92,7 @@ def _load(args: Options, device: torch.device, on_bad_image: Callable[[UserError
     if args.data == "tokens":
         from recipes.common.data.tokens import load_tokens
 
-        return load_tokens(args, device, on_bad_image)
+        return load_tokens(args, device, on_bad_image, found)
     if is_user_code(args.data):
         from recipes.common.data.user_data import load_user_data
 

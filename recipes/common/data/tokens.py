@@ -12,6 +12,7 @@ Sources: https://github.com/karpathy/nanoGPT (data/openwebtext), https://github.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import struct
@@ -25,6 +26,7 @@ import torch
 from isal import isal_zlib
 from torch.utils.data import Dataset
 
+from recipes.common.arguments import read_number
 from recipes.common.data.file_pool import FilePool
 from recipes.common.data.splits import Data, Spec, digest
 from recipes.common.data.workers import LoadedSplit, Sample, read_evenly
@@ -146,22 +148,21 @@ class TokenWindows(Dataset[Sample]):
         return f"{len(self)} windows with digest {digest(files, *inputs):08x}"
 
 
-def load_tokens(args: Options, device: torch.device, on_fault: Callable[[UserError], None]) -> Data:
-    """Return the tokens below --data-dir as a data set; `on_fault` gets the error of a window that fails later.
+def find_token_files(args: Options) -> bytes:
+    """Return the TokenFiles below --data-dir for all ranks, in JSON; raises UserError as load_tokens()."""
+    width = width_of(args)
+    files = [inspect_file(path, width) for paths in list_files(args).values() for path in paths]
+    return json.dumps(files).encode()
 
-    Raises UserError if there are no files, one of them has a wrong size, or they hold too few tokens.
-    """
+
+def list_files(args: Options) -> dict[str, list[Path]]:
+    """Return the files of tokens in --data-dir by split, sorted; raises UserError."""
     try:
         paths = sorted(args.data_dir.iterdir())
     except OSError as error:
         what = f"cannot read {args.data_dir} ({error.strerror})"
         what = f"--data tokens: {what}; give the folder of train.bin and val.bin by --data-dir"
         raise UserError(what, is_passing=may_pass(error)) from None
-    width = 2 if args.vocab_size <= 2**16 else 4
-
-    def report(error: UserError) -> None:
-        on_fault(UserError(f"{error}; fix this, then add --resume auto", is_passing=error.status == 1))
-
     splits: dict[str, list[Path]] = {"train": [], "val": []}
     for path in paths:
         if path.suffix == ".bin" and path.name[0] != ".":
@@ -169,6 +170,41 @@ def load_tokens(args: Options, device: torch.device, on_fault: Callable[[UserErr
                 raise UserError(f"--data tokens: {path} has both 'train' and 'val' in its name; rename it")
             for split in found:
                 splits[split].append(path)
+    return splits
+
+
+def width_of(args: Options) -> int:
+    """Return the bytes of a token in files without a header."""
+    return 2 if args.vocab_size <= 2**16 else 4
+
+
+def inspect_files(paths: Sequence[Path], width: int, found: bytes) -> list[TokenFile]:
+    """Return where the tokens of all files lie; `found` is rank 0's find_token_files(), or empty.
+
+    The ranks of a node share out the files of its copy, since thousands of ranks that open all of them overload a
+    file system. If a file differs from rank 0's, so does the fingerprint of the rank that inspects it. A rank with
+    another --data-dir than rank 0 inspects all: its folder may be its own.
+    """
+    known = {path: TokenFile(path, *values) for path, *values in json.loads(found or b"[]")}
+    count = read_number("LOCAL_WORLD_SIZE", 1, 1)
+    own = set(paths[read_number("LOCAL_RANK", 0) % count :: count])
+    return [
+        inspect_file(path, width) if path in own or str(path) not in known else known[str(path)] for path in paths
+    ]
+
+
+def load_tokens(
+    args: Options, device: torch.device, on_fault: Callable[[UserError], None], found: bytes = b""
+) -> Data:
+    """Return the tokens below --data-dir as a data set; `on_fault` gets the error of a window that fails later.
+
+    `found` is empty unless rank 0 has inspected the files for all ranks. Raises UserError if there are no files,
+    one of them has a wrong size, or they hold too few tokens.
+    """
+    splits = list_files(args)
+
+    def report(error: UserError) -> None:
+        on_fault(UserError(f"{error}; fix this, then add --resume auto", is_passing=error.status == 1))
 
     def load_split(split: str) -> LoadedSplit:
         named = splits[split]
@@ -176,7 +212,7 @@ def load_tokens(args: Options, device: torch.device, on_fault: Callable[[UserErr
             like = f"such as {split}.bin or x_{split}_1.bin"
             what = f"{args.data_dir} has no file of tokens with {split!r} in its name, {like}"
             raise UserError(f"--data tokens: {what}; docs/data.md says how to write it")
-        windows = TokenWindows([inspect_file(path, width) for path in named], args.seq_len, args.vocab_size)
+        windows = TokenWindows(inspect_files(named, width_of(args), found), args.seq_len, args.vocab_size)
         if not len(windows):
             longest = max(file.num_tokens for file in windows.files)
             what = f"the {split} files in {args.data_dir} have at most {longest} tokens, too few for a window"
