@@ -24,7 +24,11 @@ from recipes.common.process.node import Node, check_head
 from recipes.common.process.open_files import allow_open_files
 from recipes.common.process.ranks import bind_address
 from scripts.launch.agent import main, quiet_import
+from scripts.launch.command import warn
 from scripts.launch.rank_processes import rank_command, run_processes
+
+MANY = 256
+"""More ranks than this take minutes to meet: 2 W^2 requests, at some thousand a second."""
 
 
 @contextlib.contextmanager
@@ -85,6 +89,9 @@ def run(node: Node, recipe: str, options: list[str], logs: str) -> int:
     check_head(node)
     if importlib.util.find_spec("horovod") is None:
         raise UserError("Horovod is not installed; `make horovod` builds it for this torch")
+    if node.node_rank == 0 and (ranks := node.nnodes * node.nproc_per_node) > MANY:
+        fix = "start them by MPI (recipes/horovod/README.md)"
+        warn(f"{ranks} ranks of Horovod ask node 0 for one another's addresses, which takes minutes; {fix}")
     command = rank_command(recipe, options)
     first = node.node_rank * node.nproc_per_node
     # Gloo: each rank connects with all others, in each of Horovod's groups. Ranks have the limit of this process.

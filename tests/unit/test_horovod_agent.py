@@ -130,6 +130,14 @@ def test_all_ranks_know_the_port_of_node_0(node, monkeypatch, started):
     assert port != str(node.master_port)
 
 
+@pytest.mark.parametrize(("nproc_per_node", "warnings"), [(128, 0), (129, 1)])
+def test_hundreds_of_ranks_are_told_to_meet_by_mpi(node, monkeypatch, started, capsys, nproc_per_node, warnings):
+    many = replace(node, nproc_per_node=nproc_per_node)
+    assert start(monkeypatch, started, *places(many, 0, 1)) == [0, 0]
+    assert len(started) == 2 * nproc_per_node
+    assert capsys.readouterr().err.count("warning: 258 ranks of Horovod ask node 0 for one another's ") == warnings
+
+
 def test_no_rank_starts_if_nodes_differ_in_their_number(node, monkeypatch, started):
     ended = start(monkeypatch, started, node, replace(node, nnodes=3, node_rank=2))
     assert re.fullmatch(r"NNODES is [23] on one node and [23] on node [02]; give all the same", str(ended[0]))
