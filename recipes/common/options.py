@@ -532,7 +532,7 @@ def check_batch(args: Options, world_size: int, num_train: int) -> None:
 def check_processes(flag: str, size: int, world_size: int, other: int) -> None:
     """Raise UserError unless the world size is a multiple of a flag's value; `other` is a value that works."""
     if world_size % size:
-        fix = f"start a multiple of {size} processes, or give {flag} {other}"
+        fix = f"start {nearest_multiples(world_size, size)}, or give {flag} {other}"
         raise UserError(f"{flag} {size} does not divide {world_size} processes; {fix}")
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from recipes.common.arguments import choice, one_of, option, positive_int
 from recipes.common.data import Batch, Spec, Split
 from recipes.common.errors import UserError
-from recipes.common.options import Options, check_divides, nearest_multiples
+from recipes.common.options import Options, check_divides, check_processes
 from recipes.common.parallel.groups import grid_mesh
 from recipes.common.watch.timeouts import wait_timeout
 from recipes.common.world.peers import broadcast_bytes
@@ -80,11 +80,7 @@ class PipelineOptions(Options):
 
     def check_world_size(self, world_size: int) -> None:
         """Raise UserError if the world size is not a multiple of the processes per replica."""
-        stages = self.stages_in_ranks
-        if world_size % stages:
-            either = nearest_multiples(world_size, stages)
-            what = f"--stages {stages} needs a multiple of {stages} processes, got {world_size}"
-            raise UserError(f"{what}; start {either}, or give --stages {world_size}")
+        check_processes("--stages", self.stages_in_ranks, world_size, world_size)
 
     def check_microbatches(self, replicas: int, num_train: int) -> None:
         """Raise UserError, with sizes that work, if the batch does not divide into equal microbatches."""

@@ -86,7 +86,7 @@ def test_table_and_picture_hold_every_run(runs, tmp_path):
         (["single", "probe"], "probe trains nothing; leave it out of RECIPES"),
         (
             ["single", "pipeline", "--nodes", "3"],
-            "pipeline: --stages 2 needs a multiple of 2 processes, got 3; start 2 or 4",
+            "pipeline: --stages 2 does not divide 3 processes; start 2 or 4",
         ),
     ],
 )

@@ -405,7 +405,7 @@ def test_what_shards_cannot_do_is_refused(words, message):
 
 
 def test_processes_that_are_no_multiple_are_refused(tmp_path):
-    message = "--context-parallel 2 does not divide 3 processes; start a multiple of 2 processes, or give"
+    message = "--context-parallel 2 does not divide 3 processes; start 2 or 4, or give"
     assert start_run("context", tmp_path, 3, *STEPS).wait(60).refusal.startswith(f"error: {message}")
 
 

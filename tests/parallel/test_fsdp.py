@@ -360,7 +360,7 @@ def test_batch_norm_keeps_fp32_beside_bf16(tmp_path, model):
 @pytest.mark.parametrize(
     ("model", "argv", "message"),
     [
-        ("", "--replicas 2", "--replicas 2 does not divide 3 processes; start a multiple of 2"),
+        ("", "--replicas 2", "--replicas 2 does not divide 3 processes; start 2 or 4, or give --replicas 1"),
         ("", "--cpu-offload", "--cpu-offload: shards are in main memory already on a CPU; drop it"),
         ("normed_model", "--activation-checkpointing", "--activation-checkpointing: {} has batch norm, and "),
         ("Scaled", "", "{}: the parameter scale is a single number, without rows to shard; give it the shape"),

@@ -168,7 +168,7 @@ def test_bf16_follows_single(tmp_path):
 @pytest.mark.parametrize(
     ("world_size", "options", "words"),
     [
-        (3, "", "--stages 2 needs a multiple of 2 processes, got 3; start 2 or 4, or give --stages 3"),
+        (3, "", "--stages 2 does not divide 3 processes; start 2 or 4, or give --stages 3"),
         (2, "--global-batch-size 62", "does not divide into 1 replicas x 1 passes x 4 microbatches; use 60 or 64"),
         (2, "--model densenet121 --data synthetic --image-size 64 --num-samples 64", "DenseNet"),
         (1, "--split in-process --stages 6", "cannot be cut into 6 parts, each from a layer"),

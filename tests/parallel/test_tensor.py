@@ -465,7 +465,7 @@ def test_bf16_stays_close(tmp_path, world_size, switches):
 @pytest.mark.parametrize(
     ("world_size", "argv", "message"),
     [
-        (3, (), "--tensor-parallel 2 does not divide 3 processes; start a multiple of 2 processes, or give"),
+        (3, (), "--tensor-parallel 2 does not divide 3 processes; start 2 or 4, or give"),
         (3, ("--tensor-parallel", "3", *GPT), "--tensor-parallel 3 does not divide the 4 attention heads of gpt-"),
         (2, ("--model", "resnet18"), "--model resnet18: it has no plan of what to split; use lenet, vit-tiny, "),
         (2, (SEQUENCE,), "--sequence-parallel: --model lenet has no plan for sequences; drop it, or use vit-tiny"),
