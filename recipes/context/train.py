@@ -201,8 +201,7 @@ def train(args: ContextOptions, world: World, stop: Stop) -> None:
     else:
         # DDP: rank 0 reads the checkpoint and broadcasts it. All ranks hold the same weights: rank 0 writes them.
         begin_run(job)
-    if args.sharded_checkpoints:
-        sharding.write_shards(job, world.with_own_group(args, job.write_s))
+    sharding.write_shards(job, world.with_own_group)
     with use_sequence_sharding(sequence_sharding):
         train_epochs(job, technique)
         if cp.size() > 1:

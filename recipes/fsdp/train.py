@@ -193,8 +193,7 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
     # FSDP: rank 0 reads the checkpoint and broadcasts it, a tensor at a time; each rank keeps its shard of each
     # tensor. With a sharded checkpoint, each rank reads its own shards.
     begin_run(job, partial(read_shards, model), partial(own_shards, model))
-    if args.sharded_checkpoints:
-        write_shards(job, world.with_own_group(args, job.write_s))
+    write_shards(job, world.with_own_group)
     if why_whole:
         what = "note: the model was built whole on each rank before it was sharded"
         job.say(f"{what} ({why_whole}); see recipes/fsdp/README.md")

@@ -258,8 +258,7 @@ def train(args: TensorOptions, world: World, stop: Stop) -> None:
     # Tensor: rank 0 reads the checkpoint and broadcasts it; each rank keeps its shards. With a sharded checkpoint,
     # each rank reads its own shards.
     begin_run(job, lambda content: sharding.read_shards(model, content, boxes), own_shards)
-    if args.sharded_checkpoints:
-        sharding.write_shards(job, world.with_own_group(args, job.write_s))
+    sharding.write_shards(job, world.with_own_group)
     train_epochs(job, technique)
     job.finish(sample_on_all_ranks=True)
 

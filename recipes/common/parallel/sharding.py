@@ -173,10 +173,12 @@ def shard_like(like: DTensor, local: Tensor) -> DTensor:
     return cast(DTensor, tensor.to(like.to_local().device))  # from_local() has moved it to the mesh's
 
 
-def write_shards(job: Job, peers: Peers) -> None:
-    """Make each rank write its part of checkpoints from now on; nothing else may use `peers`' connections."""
-    folder = job.record.checkpoints if job.record else CheckpointFolder(job.folder / "checkpoints")
-    job.writer = CheckpointWriter(ShardedFolder(folder, peers).write, job.stop.fail)
+def write_shards(job: Job, with_own_group: Callable[[Options, float], Peers]) -> None:
+    """With --sharded-checkpoints, let ranks write their parts, over their own connections. Call on all ranks."""
+    if job.args.sharded_checkpoints:
+        folder = job.record.checkpoints if job.record else CheckpointFolder(job.folder / "checkpoints")
+        peers = with_own_group(job.args, job.write_s)
+        job.writer = CheckpointWriter(ShardedFolder(folder, peers).write, job.stop.fail)
 
 
 def own_state(job: Job, grid: DeviceMesh | None = None, boxes: Boxes = lambda name, box: [box]) -> dict[str, Any]:
