@@ -40,6 +40,7 @@ from recipes.common.world.agreement import (
 )
 from recipes.common.world.peers import Peers
 from recipes.common.world.places import Place, place_of
+from recipes.common.world.tree import broadcast_tree
 
 if TYPE_CHECKING:
     from recipes.common.checkpoint.reading import ShardCheck
@@ -159,7 +160,6 @@ def begin_run(
     try:
         if resumes:
             from recipes.common.restore import fit_weights
-            from recipes.common.world.tree import broadcast_tree
 
             with peers.watch("checkpoint", computes=True):
                 content = run_on_all_ranks(lambda: fit_weights(job, content), peers)
