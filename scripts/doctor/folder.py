@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from scripts.doctor.network import call_within
+from recipes.common.process.threads import call_within
 
 PROBE_BYTES = 4 * 1024 * 1024
 """More than a full disk or an exhausted quota still accepts in the first write."""

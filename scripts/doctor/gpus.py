@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from recipes.common.arguments import positive_float
+from recipes.common.process.threads import call_within
 from scripts.doctor import floors, kernel_log, node
 from scripts.doctor.case import Case, Findings
-from scripts.doctor.network import call_within
 from scripts.doctor.rules import broken_gpus, node_errors
 from scripts.launch.command import CommandParser, command, parse
 

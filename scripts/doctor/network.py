@@ -7,11 +7,11 @@ interface (see node.network). A client that does not know the job's secret gets 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from recipes.common.process.threads import begin_in_threads
+from recipes.common.process.threads import begin_in_threads, call_within
 from scripts.launch.echo import try_port
 
 NAME_TIMEOUT_S = 5.0
@@ -19,8 +19,6 @@ PARALLEL = 16
 
 MOST_NAMES = 32
 """A node looks up the names of at most this many others: of 512, the name server would get 260,000 questions."""
-
-T = TypeVar("T")
 
 
 def try_name(name: str) -> list[str] | str:
@@ -46,11 +44,3 @@ def look_at_peers(peers: Sequence[dict[str, Any]], own_rank: int, secret: str) -
 
     looks = begin_in_threads([partial(look, peer) for peer in peers], PARALLEL)
     return {str(peer["rank"]): done.result() for peer, done in zip(peers, looks, strict=True)}
-
-
-def call_within(function: Callable[[], T], timeout_s: float) -> T:
-    """Return the result of a function; after timeout_s, leave it in its thread and raise TimeoutError."""
-    try:
-        return begin_in_threads([function], 1)[0].result(timeout_s)
-    except TimeoutError as error:
-        raise TimeoutError(str(error) or f"no answer within {timeout_s:.0f} s") from None

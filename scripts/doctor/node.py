@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from recipes.common.errors import UserError
-from recipes.common.process.threads import begin_in_threads
+from recipes.common.process.threads import begin_in_threads, call_within
 from recipes.common.record.provenance import revision
 from scripts.doctor import kernel_log
-from scripts.doctor.network import call_within
 from scripts.launch.command import ROOT
 from scripts.launch.cores import count_cores
 from scripts.launch.interface import interface_addresses, interface_to, local_end, resolve

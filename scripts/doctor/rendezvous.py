@@ -23,10 +23,9 @@ from typing import Any
 from recipes.common.errors import UserError
 from recipes.common.process.node import Node
 from recipes.common.process.rendezvous_errors import MissingNodeError
-from recipes.common.process.threads import begin_in_threads
+from recipes.common.process.threads import begin_in_threads, call_within
 from recipes.common.watch.report import list_numbers
 from scripts.doctor.case import Case
-from scripts.doctor.network import call_within
 from scripts.launch.echo import CONNECT_TIMEOUT_S, mac
 from scripts.launch.interface import resolve
 

@@ -34,7 +34,7 @@ from recipes.common.process.open_files import STORE_CONNECTIONS, allow_open_file
 from recipes.common.process.ranks import bind_address
 from recipes.common.process.rendezvous_errors import MissingNodeError, port_taken_error
 from recipes.common.process.stuck import LOOK_EVERY_S, StuckRanks
-from recipes.common.process.threads import begin_in_threads
+from recipes.common.process.threads import call_within
 from recipes.common.watch.notes import Notes, find_missing, run_bounded
 from scripts.launch import script
 from scripts.launch.command import warn
@@ -213,9 +213,8 @@ def open_store(host: str, port: int, timeout_s: float, **options: Any) -> TCPSto
     """
     limit_s = timeout_s + ANSWER_S
     connect = partial(TCPStore, host, port, timeout=timedelta(seconds=timeout_s), **options)
-    [opening] = begin_in_threads([connect], 1)
     try:
-        return opening.result(limit_s)
+        return call_within(connect, limit_s)
     except TimeoutError:
         what = f"{host}:{port} has not answered as a node's store does within {limit_s:g} s"
         fix = "does another program listen there, and is MASTER_PORT node 0's?"
