@@ -31,7 +31,7 @@ from recipes.common.errors import UserError
 from recipes.common.folders import replace_text
 from scripts.bench.__main__ import facts
 from scripts.bench.claims import OUTCOMES, PAGE, Claim, machine, read_claims, read_outcomes, revision
-from scripts.bench.programs import run_bounded
+from scripts.bench.programs import run_program
 from scripts.bench.report import evidence
 from scripts.launch.command import ROOT, CommandParser, check_names, command, parse
 
@@ -139,7 +139,7 @@ def run_tests(claims: Iterable[Claim], arguments: Sequence[str]) -> Report | Non
         report = Path(folder) / "report.xml"
         words = ["scripts/dev/test.sh", "all", f"--junit-xml={report}", *chosen, *arguments]
         before = revision()
-        status, output = run_bounded(words, {}, TESTS_TIMEOUT_S, shows=True)
+        status, output = run_program(words, {}, TESTS_TIMEOUT_S, shows=True)
         if status not in (0, 1):
             raise UserError(f"the tests did not run to their end{output and ': '}{output} (status {status})")
         found = read_report(report, chosen)
@@ -193,7 +193,7 @@ def main(argv: list[str]) -> int:
             about = {**where, "date": report.date, "on": report.on}
         else:
             about = where
-            passed, result = judge_command(claim, *run_bounded(shlex.split(claim.command), {}, TIMEOUT_S))
+            passed, result = judge_command(claim, *run_program(shlex.split(claim.command), {}, TIMEOUT_S))
             result += f", {time.monotonic() - begin:.0f} s"
         said = "not run here" if passed is None else "holds" if passed else "FAILED"
         print(f"{claim.name}: {said}: {result}", flush=True)

@@ -50,7 +50,7 @@ def process_group(
         process.wait()
 
 
-def run_bounded(
+def run_program(
     command: Sequence[str], env: Mapping[str, str], timeout_s: float, shows: bool = False
 ) -> tuple[int, str]:
     """Run a command with a time limit; return its status and its output, or "" if that is shown instead."""
@@ -66,7 +66,7 @@ def run_bounded(
 
 def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> str:
     """Run a command and return its output; raises RuntimeError, with its last lines, if it fails or is late."""
-    status, output = run_bounded(command, env or {}, TIMEOUT_S)
+    status, output = run_program(command, env or {}, TIMEOUT_S)
     if status:
         words = "\n".join(output.splitlines()[-12:])
         raise RuntimeError(f"{' '.join(command)} ended with status {status}:\n{words}")

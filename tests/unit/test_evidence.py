@@ -17,7 +17,7 @@ import pytest
 from recipes.common.errors import UserError
 from scripts.bench import claims, evidence, programs
 from scripts.bench.claims import Claim, page, read_claims, rounds_to
-from scripts.bench.programs import run_bounded
+from scripts.bench.programs import run_program
 from scripts.launch.command import ROOT
 from tests.conftest import refused
 
@@ -260,7 +260,7 @@ def test_tests_run_once_and_all_together(monkeypatch, tmp_path):
         ran.extend(words)
         return 4, ""
 
-    monkeypatch.setattr(evidence, "run_bounded", run)
+    monkeypatch.setattr(evidence, "run_program", run)
     with pytest.raises(UserError, match=r"^the tests did not run to their end \(status 4\)$"):
         evidence.run_tests(ways, ["-x"])
     assert [word for word in ran if "report" not in word] == [
@@ -292,7 +292,7 @@ def test_an_interrupted_command_ends_by_itself(tmp_path):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # xdist ignores it
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
-        run_bounded(["bash", "-c", f"trap 'touch {ended}; exit' INT; touch {up}; sleep 60 & wait"], {}, 60)
+        run_program(["bash", "-c", f"trap 'touch {ended}; exit' INT; touch {up}; sleep 60 & wait"], {}, 60)
     assert ended.exists()
 
 
@@ -322,7 +322,7 @@ def test_nothing_of_a_command_is_left_behind_however_it_ends(monkeypatch, waits,
     monkeypatch.setattr(programs.subprocess, "Popen", lambda *args, **kwargs: process)
     monkeypatch.setattr(programs, "killpg", kill)
     with pytest.raises(met) if met else contextlib.nullcontext():
-        run_bounded(["x"], {}, 60)
+        run_program(["x"], {}, 60)
     assert sent == [(7, signal.SIGINT)] * (waits != [None]) + [(7, signal.SIGKILL)]
 
 
@@ -382,7 +382,7 @@ def test_an_interrupt_leaves_a_whole_page(tmp_path, monkeypatch):
         path.write_text("earlier")
         path.with_name(f"{path.name}.link").hardlink_to(path)
     monkeypatch.setattr(evidence, "evidence", lambda: "今")
-    monkeypatch.setattr(evidence, "run_bounded", lambda *_: (1, "no space left"))
+    monkeypatch.setattr(evidence, "run_program", lambda *_: (1, "no space left"))
     name = next(name for name, claim in read_claims().items() if claim.is_runnable and claim.command)
     assert evidence.main([name]) == 1
     assert not json.loads(outcomes.read_text())[name]["passed"]
