@@ -75,7 +75,7 @@ class Technique:
     sync_buffers: Callable[[], None] | None = None
     """Give all ranks rank 0's batch-norm statistics. Default: broadcast each buffer."""
     sum_statistics: Callable[[Tensor], None] | None = None
-    """Overwrite a tensor with its sum over the ranks that share out the batch. Default: sum over all ranks."""
+    """Overwrite a tensor with its sum over the replicas. Default: the sum over all ranks, by ranks per replica."""
     read_batches: Callable[[Split, Iterable[Tensor], int], Iterator[Batch]] = lambda split, shares, epoch: (
         split.batches(shares, epoch)
     )
@@ -112,6 +112,7 @@ def load_data_and_model(
     Call it on all ranks. Raises UserError as load_checked_data(), build_model(), checkpoint_blocks(),
     take_rank_0s_values(), and check_parts() of batch norm.
     """
+    replicas = replicas or peers.world_size
     data = load_checked_data(args, recipe, peers, stop, replicas)
     # Every rank draws the same weights from --seed.
     model = run_on_all_ranks(lambda: build_model(args, data, peers.device), peers)
@@ -122,10 +123,10 @@ def load_data_and_model(
     if args.batchnorm_group:
         from recipes.common.models.batchnorm import set_groups
 
-        set_groups(model, args, peers)
+        set_groups(model, args, peers, replicas)
     model = model.to(peers.device)
     take_rank_0s_values(args, model, peers)
-    parts = (replicas or peers.world_size) * args.accumulate_steps
+    parts = replicas * args.accumulate_steps
     if args.global_batch_size < 2 * parts:
         from recipes.common.models.batchnorm import check_parts
 
@@ -506,6 +507,7 @@ def sync_statistics(job: Job, technique: Technique) -> None:
         # Batch norm: sums the ranks' running statistics, 16 bytes a channel.
         with job.peers.watch("statistics"):
             job.peers.sum_tensor(tensor)
+        tensor *= job.replicas / job.peers.world_size  # each rank of a replica has the statistics of its groups
 
     if job.args.batchnorm_group:
         from recipes.common.models.batchnorm import average_statistics

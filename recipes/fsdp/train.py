@@ -141,7 +141,7 @@ def train(args: FSDPOptions, world: World, stop: Stop) -> None:
         model, shards, weights, why_whole = run_on_all_ranks(lambda: build(args, data, world), world)
         check_same_weights(args, weights, model.buffers(), world)
         del weights
-        set_groups(model, args, world)
+        set_groups(model, args, world, world.world_size)
         parts = world.world_size * args.accumulate_steps
         run_on_all_ranks(lambda: check_parts(model, args, parts, data), world)
         with kept_attributes(model):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from typing import ClassVar
 from unittest.mock import Mock
 
 import pytest
@@ -176,6 +177,28 @@ class TiedBlocks(Llama):
     def __init__(self, data):
         super().__init__(data)
         self.layers[1].norm1.weight = self.layers[0].norm1.weight
+
+
+class Normed(nn.Module):
+    """Batch norm in a part that stays whole."""
+
+    tensor_plan: ClassVar = {"up": "colwise", "down": "rowwise"}
+
+    def __init__(self, data):
+        super().__init__()
+        self.first, self.norm = nn.Linear(64, 32), nn.BatchNorm1d(32)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, data.num_classes)
+
+    def forward(self, images):
+        return self.down(self.up(self.norm(self.first(images.flatten(1))).tanh()).tanh())
+
+
+@pytest.mark.parametrize(("world_size", "group"), [(4, 8), *slow((2, 56))])
+def test_groups_of_batch_norm_are_those_of_the_replicas(tmp_path, world_size, group):
+    """Two replicas of two ranks share out seven groups; one replica has a single group."""
+    argv = ("--model", f"{NAME}Normed", *STEPS, "--global-batch-size", "56", "--batchnorm-group", str(group))
+    argv += ("--lr", "0.01", "--device", "cpu")
+    assert_same_training(train("tensor", tmp_path, world_size, *argv), train("single", tmp_path, 1, *argv))
 
 
 class OneReplicaStops(Llama):

@@ -71,15 +71,18 @@ def plain_layers(model: nn.Module) -> Iterator[_BatchNorm]:
             yield module
 
 
-def set_groups(model: nn.Module, args: Options, peers: Peers) -> None:
+def set_groups(model: nn.Module, args: Options, peers: Peers, replicas: int) -> None:
     """Make batch norm use groups of --batchnorm-group in this rank's share of the batch; call it on all ranks.
+
+    The batch has a share for each replica, which is as many neighbouring ranks as every other one.
 
     Raises UserError on all ranks if the model has no batch norm.
     """
     run_on_all_ranks(lambda: check_groups(model, args), peers)
     size = args.batchnorm_group or 1
     groups = torch.arange(args.global_batch_size // size)
-    group_batch_norm(model, args, size * len(shard(groups, peers.rank, peers.world_size)))
+    replica = peers.rank * replicas // peers.world_size
+    group_batch_norm(model, args, size * len(shard(groups, replica, replicas)))
 
 
 def group_batch_norm(model: nn.Module, args: Options, share_size: int) -> None:
@@ -160,7 +163,7 @@ def checked_rows(model: nn.Module, args: Options, count: int) -> Iterator[None]:
 def average_statistics(model: nn.Module, args: Options, sum_tensor: Callable[[Tensor], None]) -> None:
     """Give all ranks the mean of their running statistics, weighted by their groups; call it on all ranks.
 
-    `sum_tensor` overwrites a tensor with its sum over the ranks that share out the batch.
+    `sum_tensor` overwrites a tensor with its sum over the replicas, which share out the batch.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, GroupBatchNorm)]
     buffers = [b for layer in layers for b in (layer.running_mean, layer.running_var) if b is not None]
