@@ -318,7 +318,7 @@ def train_until_evaluation(job: Job, technique: Technique) -> int:
         # Vote: each rank sends 4 bytes; the result is read after backward, so that no rank waits for it.
         finish_vote = job.begin_vote() if job.is_vote_due() else None
         seed_step(args.seed, position.step, job.draws_as, job.devices)
-        job.guard.keep_buffers(technique.module.buffers())
+        job.guard.keep_buffers(technique.module)
         buffers_before = buffer_digests(job.model) if job.is_unseen_model and job.passes > 1 else {}
         with peers.watch.mark("forward and backward"):
             loss_sum = run_passes(job, technique, inputs, targets)

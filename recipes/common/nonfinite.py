@@ -102,7 +102,7 @@ class Guard:
             self.fail(step, not bool(torch.isfinite(loss)), "the step was not done")
         return not is_bad
 
-    def keep_buffers(self, buffers: Iterable[Tensor]) -> None:
+    def keep_buffers(self, model: nn.Module) -> None:
         """Do nothing before a step's passes: no step is skipped."""
 
     def restore_buffers(self) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recipes.common.nonfinite import Guard, total_norm
 
@@ -17,7 +17,7 @@ class SkippingGuard(Guard):
     """Skip steps that are not finite, up to MOST_IN_A_ROW one after another."""
 
     _in_a_row = 0
-    _kept: Sequence[tuple[Tensor, Tensor]] = ()
+    _kept: Sequence[tuple[nn.Module, str, Tensor, Tensor]] = ()
     _scale: float | None = None
 
     def check_gradients(self, step: int, loss: Tensor, gradients: Sequence[Tensor]) -> bool:
@@ -33,9 +33,13 @@ class SkippingGuard(Guard):
             self.skipped += 1
         return False
 
-    def keep_buffers(self, buffers: Iterable[Tensor]) -> None:
+    def keep_buffers(self, model: nn.Module) -> None:
         """Copy, before a step's passes, the buffers that they change, such as batch norm's running statistics."""
-        self._kept = [(buffer, buffer.clone()) for buffer in buffers]
+        self._kept = [
+            (module, name, buffer, buffer.clone())
+            for module in model.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
         self._scale = self.scaler.get_scale() if self._scale is None else self._scale
 
     @torch.no_grad()
@@ -43,8 +47,9 @@ class SkippingGuard(Guard):
         """Restore the copies after a step that the scaler or check_gradients() has skipped."""
         before, self._scale = self._scale, self.scaler.get_scale()
         if self._in_a_row or (before is not None and self._scale < before):
-            for buffer, copy in self._kept:
+            for module, name, buffer, copy in self._kept:
                 buffer.copy_(copy)
+                setattr(module, name, buffer)  # forward() may have put another tensor in its place
 
     def check_loss(self, step: int, loss: float) -> None:
         """Do nothing: the loss of a skipped step may be not finite."""

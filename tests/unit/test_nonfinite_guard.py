@@ -47,6 +47,32 @@ def test_to_leave_a_step_out_all_gradients_are_looked_at(mode, sees_all):
     assert not guard.check_gradients(2, ONE, [NAN, ONE])
 
 
+class Averaged(nn.Module):
+    """Keeps a running mean in place or in a new tensor."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("mean", torch.ones(2))
+
+    def forward(self, inputs):
+        mean = self.mean if self.in_place else self.mean.clone()
+        self.mean = mean.lerp_(inputs.mean(0), 0.5)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_skipped_step_leaves_buffers_as_they_were(in_place):
+    guard, model = guard_of("skip"), nn.Sequential(Averaged(in_place))
+    before = model[0].mean
+    for step, value in enumerate((3.0, math.nan, math.nan, 5.0), 1):
+        guard.keep_buffers(model)
+        model(torch.full((4, 2), value))
+        assert guard.check_gradients(step, ONE, [torch.tensor(value)]) is math.isfinite(value)
+        guard.restore_buffers()
+    assert model[0].mean.tolist() == [3.5, 3.5]
+    assert (model[0].mean is before) == in_place
+
+
 def test_spoilt_weights_are_not_saved():
     guard = guard_of("stop")
     assert guard.is_sound(4, [ONE, ONE])
