@@ -97,8 +97,9 @@ class Job:
         self.eval_batch_size = self.eval_batch_size or min(EVAL_BATCH_SIZE, part)
         self.is_unseen_optimizer = is_user_code(self.args.optimizer)
         """Whether the first step has yet to show what the user's optimizer keeps for checkpoints."""
-        self.is_unseen_model = is_user_code(self.args.model)
-        """Whether the first step has yet to show if the model fits checkpoints, and losses depend on the ranks."""
+        self.has_unseen_passes = is_user_code(self.args.model) or is_user_code(self.args.task)
+        """Whether the first step has yet to show if the user's model fits checkpoints, and losses depend on the
+        ranks."""
         self.draws_as = self.peers.rank
         """The rank whose random numbers this rank draws in a step: see seed_step()."""
         may_differ = self.data.may_skip or is_user_code(self.args.task)

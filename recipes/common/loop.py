@@ -319,7 +319,7 @@ def train_until_evaluation(job: Job, technique: Technique) -> int:
         finish_vote = job.begin_vote() if job.is_vote_due() else None
         seed_step(args.seed, position.step, job.draws_as, job.devices)
         job.guard.keep_buffers(technique.module)
-        buffers_before = buffer_digests(job.model) if job.is_unseen_model and job.passes > 1 else {}
+        buffers_before = buffer_digests(job.model) if job.has_unseen_passes and job.passes > 1 else {}
         with peers.watch.mark("forward and backward"):
             loss_sum = run_passes(job, technique, inputs, targets)
         if finish_vote:
@@ -327,12 +327,16 @@ def train_until_evaluation(job: Job, technique: Technique) -> int:
                 decision = finish_vote()
         if decision == FAIL:
             break
+        check_first_passes(job, technique, buffers_before)
         rate = learning_rate(args, position.step, job.total_steps, job.warmup_steps)
         set_learning_rate(job.optimizer, rate)
+        if is_user_code(args.optimizer):
+            # It may draw, as for stochastic rounding: on all ranks the same, and no numbers of any step's passes.
+            seed_step(args.seed, -1 - position.step, 0, job.devices)
         with peers.watch.mark("optimizer"), job.watch_gpu():
             (technique.update or update)(job, partial(job.check_gradients, loss_sum))
             job.guard.restore_buffers()
-        check_first_step(job, technique, buffers_before)
+        check_first_update(job, technique)
         job.count_step()
         if job.is_log_due():
             log_loss(job, loss_sum, rate)
@@ -346,13 +350,10 @@ def train_until_evaluation(job: Job, technique: Technique) -> int:
     return decision
 
 
-def check_first_step(job: Job, technique: Technique, buffers_before: dict[str, str]) -> None:
-    """After the first step, check the user's optimizer and warn about the user's model; call it on all ranks."""
-    if job.is_unseen_optimizer:
-        job.is_unseen_optimizer = False
-        check_optimizer(job, technique)
-    if job.is_unseen_model:
-        job.is_unseen_model = False
+def check_first_passes(job: Job, technique: Technique, buffers_before: dict[str, str]) -> None:
+    """After the first step's passes, warn about the user's model and task; call it on all ranks."""
+    if job.has_unseen_passes:
+        job.has_unseen_passes = False
         for text in warnings_after_passes(job, not technique.sync_buffers, buffers_before):
             job.say(text)
 
@@ -417,6 +418,13 @@ def update(job: Job, check: Check, clip: Clip = clip_gradients) -> None:
     """Step the optimizer if the gradients, which are the same on all ranks, pass the check."""
     parameters = job.model.parameters()
     job.grad_norm = optimizer_step(job.args, parameters, job.optimizer, job.scaler, check, clip)
+
+
+def check_first_update(job: Job, technique: Technique) -> None:
+    """Raise UserError after the first step if a checkpoint could not restore what the user's optimizer keeps."""
+    if job.is_unseen_optimizer:
+        job.is_unseen_optimizer = False
+        check_optimizer(job, technique)
 
 
 def check_optimizer(job: Job, technique: Technique) -> None:

@@ -182,11 +182,29 @@ class ByAttribute(torch.optim.SGD):
             parameter.grad *= getattr(parameter, "scale", 1.0)
         return super().step(closure)
 
+class Shaking(torch.optim.SGD):
+    "Adds noise to the weights, as stochastic rounding does."
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter += 0.01 * torch.randn_like(parameter) + 0.01 * random.random()
+
+class Steady(Classification):
+    pass
+
+class Shaken(Classification):
+    "Adds noise to what the model returns."
+    def loss_sum(self, output, target):
+        noise = torch.randn_like(output) if output.grad_fn and len(output) > 2 else 0
+        return super().loss_sum(output + noise, target)
+
 def step_hook(named_parameters, lr, weight_decay):
     optimizer = torch.optim.SGD([p for _, p in named_parameters], lr)
     optimizer.register_step_pre_hook(lambda *_: None)
     return optimizer
 
+shaking = lambda named_parameters, lr, weight_decay: Shaking([p for _, p in named_parameters], lr)
 scaling = lambda named_parameters, lr, weight_decay: Scaling([p for _, p in named_parameters], lr)
 by_attribute = lambda named_parameters, lr, weight_decay: ByAttribute([p for _, p in named_parameters], lr)
 late_rows = lambda named_parameters, lr, weight_decay: LateRows([p for _, p in named_parameters], lr)
@@ -606,6 +624,16 @@ def test_an_optimizer_of_your_own_steps_alike_in_every_recipe(run, recipe):
     assert largest_difference(weights(single), weights(run("single", 1, *STEPPED, "--optimizer", "adamw"))) > 0.01
 
 
+@pytest.mark.parametrize("recipe", ["ddp", *slow("horovod", "scratch")])
+def test_an_optimizer_that_draws_random_numbers_draws_the_same_on_all_ranks(run, start, tmp_path, recipe):
+    """Otherwise, the weights of the ranks would drift apart."""
+    argv = (*SPIRALS, "--max-steps", "6", "--optimizer", "mine:shaking", "--global-batch-size", "48")
+    outcome = start(recipe, 2, *argv, *SAME.get(recipe, ())).wait(check=True)
+    assert losses(tmp_path / "run") == pytest.approx(losses(run("single", 1, *argv)), rel=1e-5)
+    assert largest_difference(weights(tmp_path / "run"), weights(run("single", 1, *argv))) < 1e-5
+    assert "draws other random numbers" not in outcome.text
+
+
 @pytest.mark.parametrize(("recipe", "argv"), [("fsdp", ("--sharded-checkpoints",)), *slow(("tensor", ()))])
 def test_an_own_optimizer_sees_whole_parameters_where_ranks_hold_shards(run, start, tmp_path, recipe, argv):
     options = shlex.split("--optimizer mine:lars --lr 0.02 --max-steps 12")
@@ -866,6 +894,20 @@ def test_a_model_that_draws_random_numbers_in_its_code_is_warned_of(start, recip
     outcome = start(recipe, world_size, *argv).wait(check=True)
     warning = "warning: your model draws other random numbers on each rank, so losses depend on the number"
     assert outcome.text.count(warning) == count
+
+
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        ("--task mine:Shaken", "task"),
+        *slow(("--task mine:Shaken --data mine:spirals --model mine:net", "model or task")),
+        *slow(("--task mine:Steady", "")),
+    ],
+)
+def test_a_task_that_draws_random_numbers_is_warned_of(start, argv, names):
+    outcome = start("ddp", 2, *argv.split(), "--max-steps", "3", "--optimizer", "mine:shaking").wait(check=True)
+    found = re.findall(r"warning: your (.*) draws other random numbers on each rank, so losses", outcome.text)
+    assert found == ([names] if names else [])
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def max_norm_warning(model: nn.Module) -> str:
 
 
 def warnings_after_passes(job: Job, compares_buffers: bool, buffers_before: dict[str, str]) -> Iterator[str]:
-    """Yield what a step's passes through a user's model show; call it on all ranks, before the step is counted.
+    """Yield what a step's passes through the user's model and task show; call it on all ranks, before the update.
 
     `buffers_before` is what buffer_digests() returned before the step.
 
@@ -90,7 +90,9 @@ def warnings_after_passes(job: Job, compares_buffers: bool, buffers_before: dict
         with job.peers.watch("agreement"):
             drawn = any(job.peers.gather_objects(own))
         if drawn:
-            what = "your model draws other random numbers on each rank"
+            owns = {"model": job.args.model, "task": job.args.task}
+            names = " or ".join(name for name, value in owns.items() if is_user_code(value))
+            what = f"your {names} draws other random numbers on each rank"
             yield f"warning: {what}, so losses depend on the number of processes"
     if compares_buffers and (name := find_own_buffer(job.model, job.peers)):
         what = f"each rank changes your model's buffer {name} by its own samples"
