@@ -70,6 +70,9 @@ class Job:
     """Parts of the global batch that go through the model one by one (default: one per replica and pass)."""
     eval_batch_size: int = 0
     """Most samples of an evaluation's pass (default: as many as in a part of a batch, which fit in memory)."""
+    ranks_per_sample: int = 1
+    """Ranks that have equal parts of the same samples. In an evaluation, each counts a sample as one, with the
+    mean of its part: sums and counts over all ranks are divided by this number."""
     record: Record | None = None
     """The run's record, on rank 0 only."""
     folder: Path = field(default_factory=Path)

@@ -80,9 +80,6 @@ class Technique:
         split.batches(shares, epoch)
     )
     """Yield the batches of this rank's shares: (split, shares, epoch)."""
-    ranks_per_sample: int = 1
-    """Ranks that evaluate equal parts of the same samples. Each counts a sample as one, with the mean of its part:
-    sums and counts over all ranks are divided by this number."""
     counts_skipped: bool = True
     """Whether to count the samples that this rank could not read; of ranks that read the same ones, one does."""
     gather_state: Callable[[], Content | None] | None = None
@@ -477,9 +474,7 @@ def evaluate(job: Job, technique: Technique) -> dict[str, float] | None:
     with peers.watch("evaluation"):
         peers.sum_tensor(totals)
         # The task's derive() may fail on only one rank.
-        return run_on_all_ranks(
-            lambda: averages(totals / technique.ranks_per_sample, task, len(job.data.test)), peers
-        )
+        return run_on_all_ranks(lambda: averages(totals / job.ranks_per_sample, task, len(job.data.test)), peers)
 
 
 def read_test_batches(job: Job, technique: Technique) -> Iterator[tuple[bool, Batch]]:

@@ -153,7 +153,8 @@ def train(args: ContextOptions, world: World, stop: Stop) -> None:
     same_use = SameUse(module, args, world, stop)
     optimizer = build_optimizer(args, model, world)
     scaler = build_scaler(args, world.device)
-    job = Job(args, "context", data, world, model, optimizer, scaler, stop, replicas=replicas)
+    settings = args, "context", data, world, model, optimizer, scaler, stop
+    job = Job(*settings, replicas=replicas, ranks_per_sample=cp.size())
 
     def forward_backward(inputs: Tensor, targets: Tensor, is_last: bool) -> Tensor:
         """Accumulate the gradients of one pass; return this rank's part of the loss."""
@@ -185,7 +186,6 @@ def train(args: ContextOptions, world: World, stop: Stop) -> None:
         # Context: all ranks of a replica take the same samples.
         shard=lambda indices: shard(indices, dp.get_local_rank(), dp.size()),
         read_batches=partial(read_batches, cp),
-        ranks_per_sample=cp.size(),
     )
     if args.fully_shard:
         # FSDP: rank 0 gathers the tensors of a checkpoint; it broadcasts those that it reads, and each rank keeps

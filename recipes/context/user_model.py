@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
+from torch.nn.modules.batchnorm import _NormBase
 
 from recipes.common.data import Data
 from recipes.common.errors import UserError
@@ -23,6 +24,15 @@ def check_data(args: Options, data: Data) -> None:
         raise UserError(f"--data {args.data} has {data.input}, which ranks cannot divide; {fix}")
 
 
+def check_layers(model: nn.Module, args: Options) -> None:
+    """Raise UserError if a layer normalises over positions in training, which check_model() does in eval()."""
+    for name, module in model.named_modules():
+        if isinstance(module, _NormBase):
+            what = f"{name} ({type(module).__name__}) normalises each rank's positions by themselves"
+            fix = "use a norm of each position, such as nn.LayerNorm, or --context-parallel 1"
+            raise UserError(f"--model {args.model}: with its sequences divided, {what}; {fix}")
+
+
 LONGEST = 1024
 """Positions of a longer sequence that the check takes: all of it may not fit on one device."""
 
@@ -32,8 +42,9 @@ def check_model(
 ) -> None:
     """Raise UserError if a model's output or gradients for two samples are others once ranks divide the sequences.
 
-    Call it on all ranks.
+    Call it on all ranks. Raises it as check_layers(), too.
     """
+    run_on_all_ranks(lambda: check_layers(model, args), peers)
     chunks = 2 * cp.size()
     length = min(data.input.shape[0], max(LONGEST // chunks, 1) * chunks)
     inputs, targets = (tensor[:, :length].to(peers.device) for tensor in data.examples(2))

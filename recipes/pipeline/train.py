@@ -211,7 +211,7 @@ def train(args: PipelineOptions, world: World, stop: Stop) -> None:
     scaler = build_scaler(args, world.device)
     _, eval_batch_size = batch_sizes(args, data, grid)
     settings = args, "pipeline", data, world, model, optimizer, scaler, stop
-    job = Job(*settings, pipeline.devices, grid.replicas, pieces, eval_batch_size)
+    job = Job(*settings, pipeline.devices, grid.replicas, batch_parts=pieces, eval_batch_size=eval_batch_size)
     if args.deterministic and grid.replicas > 1:
         build_stage_buckets(pipeline, model, args, data, grid)
     technique = Technique(

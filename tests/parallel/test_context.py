@@ -175,6 +175,26 @@ class SumsAcross(Grouped):
         return super().forward(ids) + super().forward(ids.flip(1)).cumsum(1)
 
 
+class BatchNormed(Grouped):
+    """In eval(), which the check uses, batch norm treats each position by itself."""
+
+    def __init__(self, data):
+        super().__init__(data)
+        self.norm = OfPositions(32)
+
+
+class OfPositions(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Limited(Grouped):
+    def __init__(self, data):
+        super().__init__(data)
+        self.tokens = nn.Embedding(data.num_classes, 32, max_norm=1.0)
+        self.head.weight.register_hook(lambda gradient: gradient.clamp(-1e6, 1e6))
+
+
 class Thaws(Grouped):
     def __init__(self, data):
         super().__init__(data)
@@ -233,6 +253,26 @@ def test_a_users_model_that_needs_whole_sequences_is_refused(tmp_path, model):
     assert outcome.refusal.startswith(
         f"error: --model {OWN}{model}: with its sequences divided, it returns other values than whole; let each"
     )
+
+
+def test_a_users_model_with_batch_norm_over_positions_is_refused(tmp_path):
+    outcome = start_run("context", tmp_path, 2, *STEPS, "--model", f"{OWN}BatchNormed").wait(60)
+    what = "with its sequences divided, norm (OfPositions) normalises each rank's positions by themselves"
+    fix = "use a norm of each position, such as nn.LayerNorm, or --context-parallel 1"
+    assert outcome.refusal == f"error: --model {OWN}BatchNormed: {what}; {fix}"
+
+
+@pytest.mark.parametrize("ranks", [2, *slow(1)])
+def test_a_rank_that_has_a_part_of_each_sequence_is_warned_of_what_it_does_with_it(tmp_path, ranks):
+    """In ddp, an embedding with max_norm and a gradient hook are warned of with two replicas."""
+    argv = (*STEPS, "--model", f"{OWN}Limited", "--context-parallel", str(ranks), "--warmup-steps", "1")
+    outcome = start_run("context", tmp_path, ranks, *argv).wait(check=True)
+    expected = [
+        "the gradient hook of head.weight gets the gradient of each of 2 parts of the batch",
+        "tokens has max_norm, by which each rank scales the rows of its own part of the batch",
+    ]
+    found = re.findall("^warning: (.*), so losses depend on the number", outcome.outputs[0], re.MULTILINE)
+    assert found == (expected if ranks > 1 else [])
 
 
 @pytest.mark.parametrize("more", [(), *slow(((FULL,),))])

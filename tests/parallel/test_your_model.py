@@ -918,7 +918,8 @@ def test_an_embedding_that_scales_its_rows_is_warned_of(start, recipe, world_siz
     """It writes to its weight in forward(): in ddp, weights of ranks drift apart; fsdp scales a copy."""
     argv = ("--data", "mine:spirals", "--model", "mine:normed", "--max-steps", "2", *SAME.get(recipe, ()))
     outcome = start(recipe, world_size, *argv).wait(check=True)
-    warning = "warning: 0 has max_norm, by which each rank scales the rows of its own samples, so losses depend on"
+    what = "0 has max_norm, by which each rank scales the rows of its own part of the batch"
+    warning = f"warning: {what}, so losses depend on the number of processes"
     assert outcome.text.count(warning) == (replicas > 1)
 
 

@@ -35,14 +35,13 @@ def warnings_before_training(job: Job) -> Iterator[str]:
     if mixes_samples:
         what = "your model's output for a sample depends on the other samples of its batch"
         yield f"warning: {what}, so losses and metrics depend on the number of processes"
-    if job.batch_parts > 1 and (hooked := getattr(model, HOOKED, None)):
-        what = (
-            f"the gradient hook of {hooked[0]} gets the gradient of each of {job.batch_parts} parts of the batch"
-        )
+    parts = job.batch_parts * job.ranks_per_sample
+    if parts > 1 and (hooked := getattr(model, HOOKED, None)):
+        what = f"the gradient hook of {hooked[0]} gets the gradient of each of {parts} parts of the batch"
         yield f"warning: {what}, so losses depend on the number of processes unless the hook is linear"
     if job.peers.world_size * len(job.devices) > 1:
         yield dropout_warning(model)
-    if job.replicas > 1 and is_user_code(job.args.model):
+    if job.replicas * job.ranks_per_sample > 1 and is_user_code(job.args.model):
         yield max_norm_warning(model)
 
 
@@ -64,7 +63,8 @@ def max_norm_warning(model: nn.Module) -> str:
     """Return a warning if an embedding scales the rows that it looks up, which differ between ranks; else ""."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            what = f"{name or 'your model'} has max_norm, by which each rank scales the rows of its own samples"
+            rows = "the rows of its own part of the batch"
+            what = f"{name or 'your model'} has max_norm, by which each rank scales {rows}"
             return f"warning: {what}, so losses depend on the number of processes"
     return ""
 
