@@ -13,8 +13,8 @@
 #
 # A pod's /sys shows the machine's devices although it may not open them. A fabric can be used where a port is active,
 # its uverbs device opens, and NCCL finds its library: libibverbs.so.1 (rdma-core), for EFA the plugin aws-ofi-nccl
-# (libnccl-net*.so). Without them, NCCL would silently use TCP; FABRIC=ib, roce or efa is then an error: of status 1 for a
-# port or a device, which another node may have, else of status 2.
+# (libnccl-net*.so). Without them, NCCL would silently use TCP; FABRIC=ib, roce or efa is then an error: of status 1 if
+# no port is active, as another node may have one, else of status 2.
 #
 # site.env in this folder (SITE_ENV names another file) holds what a site needs beyond that, NAME=value a line:
 # docs/site.md has examples. Its FABRIC takes the place of auto.
@@ -152,7 +152,7 @@ set_fabric() {
         found=$(find_fabric "$fabric")
         if [[ $found == tcp* ]]; then
             echo "error: $(uname -n): FABRIC=$fabric cannot be used: ${found#tcp }; $remedy" >&2
-            if [[ $found =~ (is active|does not open)$ ]]; then return 1; fi # the next start may be on another node
+            if [[ $found == *"is active" ]]; then return 1; fi # the next start may be on another node
             return 2
         fi
         ;;

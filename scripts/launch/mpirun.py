@@ -64,13 +64,13 @@ def first_set(names: tuple[str, ...], default: int) -> int:
     return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdigit()), default)
 
 
-def refuse(message: str, rank: int | None = None) -> NoReturn:
-    """Exit with status 2; rank 0 prints the reason in one line."""
+def refuse(message: str, rank: int | None = None, status: int = USAGE_STATUS) -> NoReturn:
+    """Exit with a status; rank 0 prints the reason in one line."""
     if (first_set(MPI_RANK, 0) if rank is None else rank) == 0:
         print(f"error: {message}", file=sys.stderr, flush=True)
     else:
-        wait_for_rank_0(USAGE_STATUS)
-    sys.exit(USAGE_STATUS)
+        wait_for_rank_0(status)
+    sys.exit(status)
 
 
 def parse_args(argv: list[str]) -> Namespace:
@@ -202,13 +202,16 @@ def process_variables(world: MPI.Comm, nproc_per_node: int | None) -> dict[str, 
 
 def fabric_variables(world: MPI.Comm, local: MPI.Comm) -> dict[str, str]:
     """Return what fabric.sh sets on this host; the first rank of each prints it; call it on all ranks."""
-    environment, said, problem = dict(os.environ), "", ""
+    environment, said, problem = dict(os.environ), "", ("", 0)
     try:
         environment, said = fabric_environment(FABRIC="auto")
-    except (UserError, subprocess.TimeoutExpired) as error:
-        problem = str(error)
-    if problems := list(filter(None, world.allgather(problem))):
-        refuse(problems[0], world.rank)
+    except UserError as error:
+        problem = str(error), error.status
+    except subprocess.TimeoutExpired as error:
+        problem = str(error), USAGE_STATUS
+    if problems := [(text, status) for text, status in world.allgather(problem) if text]:
+        text, status = problems[0]
+        refuse(text, world.rank, status)
     if local.rank == 0:
         print(said, end="", flush=True)
     changed = environment.items() - os.environ.items()
