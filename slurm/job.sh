@@ -436,7 +436,7 @@ leave_if_complete() {
     complete=$logs/.complete-$job first_start=$logs/.first-start-$job
     if ((restarts == 0)); then rm -f "$complete"; fi
     # Slurm also counts a start that never ran this script, as its node was lost before.
-    if ((restarts > 0)) && [[ ! -e $first_start ]]; then
+    if ((restarts > 0)) && [[ ! -e $first_start && ! -e $run_dir/config.json ]]; then
         echo "warning: job $job, start $((restarts + 1)): no earlier start has written to $logs; is this the same disk?" >&2
     fi
     if ((restarts == 0)) || [[ ! -e $first_start ]]; then cat "$run_dir/config.json" >"$first_start" 2>/dev/null; fi
