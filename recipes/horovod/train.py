@@ -230,7 +230,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         hvd.init()
         launcher = foreign_launcher()
         if not launcher:
-            os.environ.update(RANK=str(hvd.rank()), LOCAL_RANK=str(hvd.local_rank()))
+            own = {"RANK": hvd.rank(), "LOCAL_RANK": hvd.local_rank(), "LOCAL_WORLD_SIZE": hvd.local_size()}
+            os.environ.update({name: str(value) for name, value in own.items()})
     if launcher:
         fix = "start them with `make run RECIPE=horovod`, horovodrun or the mpirun of the MPI it was built for"
         raise UserError(f"Horovod does not connect processes that {launcher} starts; {fix}")

@@ -83,7 +83,8 @@ def begin_rank(local_rank: int, args: SpawnOptions, node: Node, starter: int, ha
         world_size=node.nnodes * node.nproc_per_node,
         local_world_size=node.nproc_per_node,
     )
-    os.environ.update(RANK=str(ranks.rank), LOCAL_RANK=str(local_rank))  # error messages name them
+    own = {"RANK": ranks.rank, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": ranks.local_world_size}
+    os.environ.update({name: str(value) for name, value in own.items()})  # error messages name them
     try:
         status = run_main(lambda: run_rank(args, ranks, has_met))
     except Exception:

@@ -315,12 +315,13 @@ def test_a_rank_that_does_not_reach_rank_0_prints_no_frames(monkeypatch, capfd, 
 @pytest.mark.parametrize(("on_one_rank", "left"), [(False, ["world"]), (True, [])])
 def test_a_rank_of_horovod_that_fails_alone_waits_for_no_other(monkeypatch, on_one_rank, left):
     bounds = ("HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
-    for name in ("RANK", "LOCAL_RANK", *bounds):
+    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", *bounds):
         monkeypatch.setenv(name, "0")  # and afterwards as before
     for name in bounds:
         monkeypatch.delenv(name)
     found = []
-    hvd = SimpleNamespace(init=bool, size=lambda: 2, rank=lambda: 0, local_rank=lambda: 0)
+    counts = {"size": lambda: 2, "rank": lambda: 0, "local_rank": lambda: 0, "local_size": lambda: 2}
+    hvd = SimpleNamespace(init=bool, **counts)
     fail = Mock(side_effect=UserError("wrong", on_one_rank=on_one_rank))
     for name, value in {"hvd": hvd, "Stop": bool, "join_world": str, "train": fail}.items():
         monkeypatch.setattr(horovod, name, value)
