@@ -41,6 +41,8 @@ def run_ranks(this_node: Node, interface: str, device: str, timeout_s: float) ->
         fabric = fabric_variables()
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return {"error": one_line(error), "ranks": []}
+    if device == "cpu":
+        fabric.pop("FABRIC_USED", None)  # NCCL uses no network, so nodes of different ones are no fault
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1", **fabric}
     environment |= {"MASTER_ADDR": this_node.master_addr, "MASTER_PORT": str(this_node.master_port)}
     with temporary_folder() as folder:

@@ -103,7 +103,7 @@ def agree_on_device(choose: Callable[[], torch.device], rank: int, exchange: Exc
         raise UserError(found["error"])
     gpus = [found[kind] for kind in found if kind != "cpu"]
     if gpus and "cpu" in found:
-        what = f"{gpus[0]} has a GPU, {found['cpu']} has none or does not use it"
+        what = f"{gpus[0].partition(' over ')[0]} has a GPU, {found['cpu']} has none or does not use it"
         raise UserError(f"{what}; make GPUs visible on every node, or use --device cpu on all")
     if len(gpus) > 1 and "cuda" not in found:
         what = f"nodes use different networks, which NCCL cannot connect: {', '.join(gpus)}"
