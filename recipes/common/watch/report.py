@@ -84,8 +84,8 @@ class Report:
             self._wait(self.gather_s + self.collect_s, self._is_done)
             return
         reports = self.gather() or {self.rank: text}  # neither the store nor the disk works
-        # The lowest rank writes; in a large job, where it rarely collects, the first of the collectors.
-        if self.world_size <= MANY and self.rank != min(reports):
+        # The lowest rank writes; in a large job, where it rarely collects, the first collector (by the store).
+        if self.rank != min(reports) and not (self.world_size > MANY and self.notes.store):
             self._wait(self.collect_s, self._is_done)
         if self._is_done():
             return
