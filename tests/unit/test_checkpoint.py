@@ -247,7 +247,7 @@ def test_the_best_is_set_aside_with_a_bad_file_that_it_is(folder, monkeypatch, c
     assert names >= {"step-000000040.pt.bad", "best.pt.bad" if has_links else "best.pt"}
     assert {"best.pt", "best.pt.bad"} - names
     assert found["position"]["best_score"] == (-math.inf if has_links else 0.5)
-    said = f"warning: so was {folder.folder}/best.pt; it is chosen from the next evaluation on"
+    said = f"warning: set aside {folder.folder}/best.pt, too; the next evaluation chooses it anew"
     assert (said in capsys.readouterr().err) == has_links
 
 

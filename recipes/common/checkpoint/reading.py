@@ -91,7 +91,7 @@ def _set_aside(folder: CheckpointFolder, bad: list[Path], content: dict[str, Any
     """Rename bad checkpoints to *.bad; if best.pt is one of them, let the run choose it anew."""
     best = folder.folder / "best.pt"
     if best.name in names_in(folder.folder) and any(best.samefile(path) for path in bad):
-        print(f"warning: so was {best}; it is chosen from the next evaluation on", file=sys.stderr, flush=True)
+        print(f"warning: set aside {best}, too; the next evaluation chooses it anew", file=sys.stderr, flush=True)
         content["position"]["best_score"] = -math.inf
         bad = [best, *bad]
     for path in bad:

@@ -34,14 +34,15 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_record(folder: Path, step: int, evaluated_step: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return config.json's content ({} if there is none), and the lines of metrics.jsonl up to a checkpoint.
 
-    They are those of steps 1 to `step`, and of evaluations up to `evaluated_step`: a job that was killed between
-    the evaluation of a checkpoint's step and the next checkpoint repeats that evaluation.
+    They are those of steps 1 to `step`, without an evaluation at `step` if `evaluated_step` is less: a job that is
+    killed between the evaluation of a checkpoint's step and the next checkpoint repeats that evaluation.
     """
     path = folder / "config.json"
     config = read_config(path) if path.name in names_in(folder) else {}
-    last = {"epoch": evaluated_step, "evaluation": evaluated_step}
-    lines = _json_lines(folder / "metrics.jsonl")
-    return config, [line for line in lines if 0 < line["step"] <= last.get(line.get("kind", ""), step)]
+    lines = [line for line in _json_lines(folder / "metrics.jsonl") if 0 < line["step"] <= step]
+    if evaluated_step < step:
+        lines = [line for line in lines if line["step"] < step or line.get("kind") not in ("epoch", "evaluation")]
+    return config, lines
 
 
 def read_result(folder: Path, step: int) -> dict[str, Any] | None:
