@@ -44,8 +44,11 @@ def are_finite(tensors: Iterable[Tensor]) -> Tensor:
 
 def finite_buffers(buffers: Iterable[tuple[str, Tensor]]) -> set[str]:
     """Return the names of floating-point buffers whose values are all finite; a mask's may not be."""
-    plain = {name: own for name, own in buffers if type(own) is Tensor and own.layout is torch.strided}
-    own = {name: buffer for name, buffer in plain.items() if buffer.is_floating_point()}
+    own = {
+        name: buffer
+        for name, buffer in buffers
+        if type(buffer) is Tensor and buffer.layout is torch.strided and buffer.is_floating_point()
+    }
     return set(itertools.compress(own, are_finite(own.values()).tolist())) if own else set()
 
 
@@ -127,7 +130,8 @@ class Guard:
             return False
         if lost_buffers:
             what = f"the buffer {lost_buffers[0]} is not finite after step {step}, and is not saved"
-            self.stop.fail(UserError(f"{what}: {FIX}", is_passing=True))
+            fix = "if that is on purpose, register it with persistent=False; if not"
+            self.stop.fail(UserError(f"{what}: {fix}, {FIX}", is_passing=True))
         return not lost_buffers
 
     def check_loss(self, step: int, loss: float) -> None:
