@@ -75,7 +75,8 @@ class Technique:
     sync_buffers: Callable[[], None] | None = None
     """Give all ranks rank 0's batch-norm statistics. Default: broadcast each buffer."""
     sum_statistics: Callable[[Tensor], None] | None = None
-    """Overwrite a tensor with its sum over the replicas. Default: the sum over all ranks, by ranks per replica."""
+    """Overwrite a tensor with its sum over the replicas. Default: the sum over all ranks,
+    divided by the ranks of a replica."""
     read_batches: Callable[[Split, Iterable[Tensor], int], Iterator[Batch]] = lambda split, shares, epoch: (
         split.batches(shares, epoch)
     )
@@ -504,7 +505,7 @@ def predict(job: Job, technique: Technique, inputs: Tensor) -> Tensor | None:
 
 
 def sync_statistics(job: Job, technique: Technique) -> None:
-    """Average the running statistics of --batchnorm-group, if given, over all ranks; call it on all ranks."""
+    """Average the running statistics of --batchnorm-group, if given, over the replicas; call it on all ranks."""
 
     def sum_over_ranks(tensor: Tensor) -> None:
         # Batch norm: sums the ranks' running statistics, 16 bytes a channel.

@@ -74,7 +74,7 @@ def plain_layers(model: nn.Module) -> Iterator[_BatchNorm]:
 def set_groups(model: nn.Module, args: Options, peers: Peers, replicas: int) -> None:
     """Make batch norm use groups of --batchnorm-group in this rank's share of the batch; call it on all ranks.
 
-    The batch has a share for each replica, which is as many neighbouring ranks as every other one.
+    Each replica has one share of the batch, and is an equal number of neighbouring ranks.
 
     Raises UserError on all ranks if the model has no batch norm.
     """
