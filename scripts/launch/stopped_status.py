@@ -105,7 +105,7 @@ def main(argv: list[str]) -> int:
         print(f"stopped before its end: status {stopped_status}, so that a restart continues", flush=True)
         return stopped_status
     if status not in (0, 2) and finished:  # 2 refuses, also a second job while the first one finishes the run
-        print(f"warning: status {status} after the end of the run, which is complete: status 0", flush=True)
+        print(f"warning: status {status} after the run was complete; this pod ends with 0", flush=True)
         return 0
     return status
 

@@ -133,7 +133,7 @@ def test_a_node_that_fails_after_the_end_of_its_run_succeeds(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STOPPED_STATUS", "143")
     assert stopped_status.main(["ddp", "--name=mine", "--runs-dir", str(tmp_path)]) == expected
-    is_warned = f"warning: status {status} after the end of the run" in capfd.readouterr().out
+    is_warned = f"warning: status {status} after the run was complete" in capfd.readouterr().out
     assert is_warned is (status != expected)
 
 
