@@ -95,7 +95,11 @@ sent = pickle.loads(pickle.dumps(pool))
 assert (sent.most, len(sent.descriptors)) == (332, 0)
 assert FilePool(10**6).most == 500, "the hard limit"
 assert FilePool(1).most == 500, "never lower"
-pool.close()
+assert sent.read(f"{tmp_path}/7", 0, 9) == b"7"
+kept = len(os.listdir("/proc/self/fd"))
+sent.close()
+assert len(os.listdir("/proc/self/fd")) == kept - 1 > 300
+del pool
 assert len(os.listdir("/proc/self/fd")) < 30
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

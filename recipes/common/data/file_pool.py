@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import resource
+import weakref
 from typing import Any
 
 from recipes.common.process.open_files import allow_open_files
@@ -14,7 +15,7 @@ class FilePool:
     """Read `count` files by path; each process that gets a copy opens them again.
 
     At most `most` are open, a quarter of those that a process may open, since workers' batches are files, too. For
-    thousands of files, its limit is raised as far as it may be.
+    thousands of files, its limit is raised as far as it may be. A pool that is no longer in use closes its files.
     """
 
     def __init__(self, count: int) -> None:
@@ -23,6 +24,7 @@ class FilePool:
         self.most = max(1, limit // 4) if limit != resource.RLIM_INFINITY else math.inf
         self.count = count
         self.descriptors: dict[str, int] = {}
+        weakref.finalize(self, close_all, self.descriptors)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how to make this pool in another process, which raises its own limit."""
@@ -42,5 +44,10 @@ class FilePool:
 
     def close(self) -> None:
         """Close all files."""
-        while self.descriptors:
-            os.close(self.descriptors.popitem()[1])
+        close_all(self.descriptors)
+
+
+def close_all(descriptors: dict[str, int]) -> None:
+    """Close the files of these descriptors, and forget them."""
+    while descriptors:
+        os.close(descriptors.popitem()[1])
