@@ -141,9 +141,9 @@ def test_a_node_that_fails_asks_once_if_no_other_has_left(monkeypatch):
     store, agents = Mock(wraps=HashStore()), []
     for node_rank in range(2):
         agent = torch_agent.Agent.__new__(torch_agent.Agent)
-        workers = [SimpleNamespace(world_size=1024)]
-        agent._worker_group = SimpleNamespace(group_rank=node_rank, group_world_size=512, workers=workers)
-        agent.notes = Notes(store, 512)
+        workers = [SimpleNamespace(world_size=32)]
+        agent._worker_group = SimpleNamespace(group_rank=node_rank, group_world_size=16, workers=workers)
+        agent.notes = Notes(store, 16)
         agents.append(agent)
     first, second = agents
     assert first.ranks_that_left_elsewhere() == {}
